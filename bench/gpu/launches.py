@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.machine import emulate_cuda
 from deepfast import backend
-from deepfast.depth.state import empty_slots
+from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
 
 MAIN = "DEEPFAST_GPU_MAIN"

@@ -11,6 +11,7 @@ from bench.gpu.clock import Bench, Variant
 from bench.gpu.ops import compiled, ours
 from deepfast import backend, ops
 from deepfast.clock import on_cpu
+from deepfast.depth.depth_pass import OutNorm
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.measure.rows import Row
@@ -236,17 +237,17 @@ def _boundary_launch(bench: Bench, by: str) -> None:
     for _ in range(layers + 1):
         residual, n = dlcl(n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output())
     state, x, out = history.state, torch.empty_like(branch), torch.empty_like(branch)
+    weights, row, seed = state.weights, layers, torch.tensor(5, device=bench.device)
     weight, bias = (p.detach().float() for p in (norm.weight, norm.bias))
-    row, seed = layers, torch.tensor(5, device=bench.device)
-
-    source_rstd, (out_mean, out_rstd) = state.source_rstd[row], state.out_statistics(row)
+    out_norm = state.row_norm(row, OutNorm(weight, bias, 1e-5))
     operands = {
         "branch": branch.detach(), "residual": out, "dropout_p": 0.1, "seed": seed,
-        "states": state.states, "k": row, "near": state.near(row), "weight": state.weights.weight,
-        "norm_weight": state.norm_weight, "norm_bias": state.norm_bias, "norm_source": True,
-        "source_eps": 1e-5, "source_rms": False, "out_norm_weight": weight, "out_norm_bias": bias,
-        "out_eps": 1e-5, "out_rms": False, "x": x, "out": out, "source_rstd": source_rstd,
-        "out_mean": out_mean, "out_rstd": out_rstd,
+        "states": state.states, "k": row, "near": state.schedule.near[row],
+        "weight": weights.weight, "norm_weight": weights.norm_weight,
+        "norm_bias": weights.norm_bias, "norm_source": True, "source_eps": 1e-5,
+        "source_rms": False, "out_norm_weight": weight, "out_norm_bias": bias, "out_eps": 1e-5,
+        "out_rms": False, "x": x, "out": out, "source_rstd": weights.source_rstd[row],
+        "out_mean": out_norm.mean, "out_rstd": out_norm.rstd,
     }  # fmt: skip
 
     calls = bench.size(50, 2)

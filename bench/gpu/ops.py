@@ -15,8 +15,8 @@ from bench.gpu.clock import Bench, Variant
 from deepfast import backend, ops
 from deepfast.cases import ops as calls
 from deepfast.cases.case import Case, Rows, torchs, tuple_of
+from deepfast.depth.depth_pass import empty_slots
 from deepfast.depth.schedule import default_block
-from deepfast.depth.state import empty_slots
 from deepfast.launches import LAUNCHES
 from deepfast.measure.rows import Row
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.depth.boundary import recompute_row
-from deepfast.depth.state import DepthState
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.memory.policies import RERUN
 from deepfast.nn.recompute import Kept
 from deepfast.nn.rerun import rerun
@@ -39,7 +39,7 @@ class Row:
         x: the row, as the push returned it. This object does not keep it.
     """
 
-    def __init__(self, state: DepthState | None, k: int, x: Tensor):
+    def __init__(self, state: DepthPass | None, k: int, x: Tensor):
         self.state, self.k, self.shape = state, k, x.shape
         self.x, self.version = weakref.ref(x), version(x)
 
@@ -49,7 +49,7 @@ class Row:
 
     def __call__(self) -> tuple[Tensor]:
         """Computes the row again from the states."""
-        x, normed = recompute_row(cast(DepthState, self.state), self.k, None)
+        x, normed = recompute_row(cast(DepthPass, self.state), self.k, None)
         return ((x if normed is None else normed).view(self.shape),)
 
 

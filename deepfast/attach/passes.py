@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from deepfast.attach.memory import Row, block, run_again, version
+from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import DepthConnection
-from deepfast.depth.history import DepthHistory
 from deepfast.ops import common
 
 NAME = "depth_connection"

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from deepfast.cases.case import Case, Computed, Rows
 from deepfast.cases.ops import gains, values
-from deepfast.depth.history import DepthHistory
+from deepfast.depth.boundary import DepthHistory
 from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
 
 

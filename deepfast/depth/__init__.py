@@ -53,18 +53,19 @@ online softmax). Backward computes the weights again from two numbers per row an
 
 In a stage of a pipeline a pass may begin and end outside: its rows begin with sums over the states
 of earlier stages (outside.py), and after its last state come rows that later stages go on with
-(`later_rows` in boundary.py). The gradients of such sums are the g_l of their rows.
+(`later_rows` in depth_pass.py). The gradients of such sums are the g_l of their rows.
 
 To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
-`AttentionResiduals` share, checks it (check_push.py), begins the pass with the first one, and calls
-`push` (boundary.py), whose autograd node calls the kernels in both directions. `DepthState`
-(state.py) knows what each slot holds, `Schedule` (schedule.py) which row reads which state in which
-pass, the classes of weights.py what a pass computes, and `DepthHistory` (history.py) is the
-caller's handle.
+`AttentionResiduals` share, checks it, begins a `DepthPass` with the first one, and calls `boundary`
+(boundary.py), whose autograd node runs one boundary forward and backward. `DepthPass`
+(depth_pass.py) has the states, P, Q and the gradients, in the order of the picture. `Schedule`
+(schedule.py) knows which row reads which state in which pass. How a row weighs the states is a
+subclass of `DepthWeights` beside its connection: `ConstantWeights` (dlcl.py) and `AttentionWeights`
+(attention_residuals.py) launch the kernels. `DepthHistory` is the caller's handle on a pass.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals
+from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.dlcl import DLCL
-from deepfast.depth.history import DepthHistory
 
 __all__ = ["DLCL", "AttentionResiduals", "DepthHistory"]

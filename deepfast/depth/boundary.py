@@ -1,4 +1,6 @@
-"""The boundary between two layers: one autograd node that calls the kernels over a `DepthState`.
+"""The boundary between two layers, and the caller's handle on the boundaries of one pass.
+
+A boundary is one autograd node that calls the kernels over a `DepthPass`.
 
 In the chain ``boundary_l -> layer -> boundary_{l+1}`` the node of state k runs after everything
 that reads z_k, so it can compute the whole gradient of that state. A token, which is an empty
@@ -7,42 +9,143 @@ tokens starts at the node of the parameters. Backward reaches that node last, wh
 added its part of the parameters' gradients.
 """
 
+import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast.depth.history import DepthHistory
-from deepfast.depth.state import DepthState
+from deepfast import checks
+from deepfast.depth.depth_pass import DepthPass, OutNorm, Push
 from deepfast.ops import common
 
 
-class OutNorm(NamedTuple):
-    """The norm applied to a boundary's output: weight and bias, each (D,) or None, and eps; ``rms``
-    makes it an RMS norm."""
+class DepthHistory:
+    """The states that the layers of one stack have produced in one forward pass.
 
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    rms: bool = False
+    Make a new history for every forward pass and pass it to every call of the stack's connection
+    (`DLCL`, `AttentionResiduals`). It owns one buffer with a state per layer; backward writes
+    gradients into the same buffer. The buffer is freed when backward ends, or with the pass's
+    outputs and this object. Where nothing learns, as under `torch.no_grad`, the last push frees it.
+    Several passes may be in progress at once, each with its own history. One pass belongs to one
+    thread at a time: two threads that run backward of the same retained pass at once write into the
+    same buffer, and nothing notices it.
+
+    Args:
+        inplace: whether backward may overwrite states with gradients, so that it needs no more
+            memory than one state per layer. False keeps the states, at twice the memory, so that a
+            second backward with ``retain_graph=True`` works.
+        block: rows per block, see `deepfast.depth`; None chooses by depth.
+        eager: whether a push inside `torch.compile` leaves the graph and runs as in eager code, so
+            that layers which push and are compiled one by one keep the memory and the traffic of
+            eager code. False traces it: a stack compiled as a whole is one graph, whose traffic is
+            quadratic in depth. None traces where the history is made inside the compiled function.
+    """
+
+    def __init__(
+        self, *, inplace: bool = True, block: int | None = None, eager: bool | None = None
+    ):
+        if block is not None:
+            checks.whole("DepthHistory", block=block)
+        checks.flag("DepthHistory", inplace=inplace)
+        if eager is not None:
+            checks.flag("DepthHistory", eager=eager)
+        self.eager = not torch.compiler.is_compiling() if eager is None else eager
+        self.inplace = inplace
+        self.block = block
+        # The stack; shape, dtype and device of the first push.
+        self.owner: Any = None
+        self.kind: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        # Autograd nodes refer to the state, and the token refers to autograd nodes. The state must
+        # not hold the token, which would be a reference cycle.
+        self.state: DepthPass | None = None
+        self.token: Tensor | None = None
+        # Grad mode of the first push, and the backward pass (graph task) that it ran in; -1 outside
+        # of backward.
+        self.grad_mode = False
+        self.task = -1
+        # A traced pass has no `state`. It keeps W and the states as they are mixed; the last push
+        # replaces the states by None.
+        self.traced_weight: Tensor | None = None
+        self.traced: list[Tensor | None] = []
+        self.closed = False
+
+    def __len__(self) -> int:
+        """States pushed so far."""
+        return len(self.traced) if self.state is None else self.state.pushed
+
+    def __bool__(self) -> bool:
+        """True, also before the first push: ``history or DepthHistory()`` keeps an empty one."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and partial sums that are alive now."""
+        return 0 if self.state is None else self.state.nbytes
+
+    def close(self) -> None:
+        """Drops the reference to the graph; no further state can be pushed. The last push does it.
+
+        Call it when a pass stops early and a checkpointed function refers to this history: the
+        graph, the function and the history would otherwise keep each other alive.
+        ``with DepthHistory() as history:`` closes it too.
+        """
+        self.token = self.traced_weight = None
+        self.closed = True
+
+    def __enter__(self) -> "DepthHistory":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"
 
 
 @common.traced_as("boundary_parameters")
-class _Parameters(torch.autograd.Function):
-    """Starts the chain of tokens, and returns the parameters' gradients when backward ends."""
+class PerThread(threading.local):
+    """Attributes that each thread sets for itself. They are neither copied nor pickled."""
+
+    def __reduce__(self):
+        return type(self), ()
+
+
+class OpenPass(PerThread):
+    """The pass of a module whose callers hold no history."""
+
+    history: DepthHistory | None = None
+    x: Tensor | None = None
+    """What the newest row returned."""
+
+    def begin(self) -> None:
+        self.end()
+        self.history, self.x = DepthHistory(), None
+
+    def end(self) -> None:
+        if self.history is not None:
+            self.history.close()
+        self.history = None
+
+
+class Parameters(torch.autograd.Function):
+    """The first token of a pass. Returns the parameters' gradients when backward ends.
+
+    parameters: what `DepthPass.take_parameter_grads` returns the gradients of.
+    """
 
     @staticmethod
-    def forward(ctx, state, *parameters):
-        ctx.state = state
+    def forward(ctx, run, *parameters):
+        ctx.run = run
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         return parameters[0].new_empty(0)
 
     @staticmethod
     @common.first_order("depth connection")
     def backward(ctx, _token):
-        ctx.state.check_task(torch._C._current_graph_task_id())
-        grads = ctx.state.take_parameter_grads()
+        ctx.run.check_task(torch._C._current_graph_task_id())
+        grads = ctx.run.take_parameter_grads()
         needs = ctx.needs_input_grad[1:]
         return (
             None,
@@ -53,186 +156,132 @@ class _Parameters(torch.autograd.Function):
         )
 
 
-def first_token(state: DepthState, *parameters: Tensor | None) -> Tensor | None:
-    """The first token of a pass; None where nothing of ``parameters`` needs a gradient.
-
-    parameters: what `DepthState.take_parameter_grads` returns the gradients of.
-    """
-    if not state.any_learns:
-        return None
-    return _Parameters.apply(state, *parameters)
-
-
 @common.traced_as("boundary")
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, branch, residual, out_norm_weight, out_norm_bias, _token):
-        state, k, indexed, want_x, dropout_p, seed, out_eps, out_rms = call
+    def forward(ctx, push, branch, residual, norm_weight, norm_bias, _token):
+        run, k = push.run, push.k
         branch_rows = common.rows(branch)
         residual_rows = None if residual is None else common.rows(residual)
-        recomputed = k < state.pushed
+        recomputed = k < run.pushed
         if not recomputed:
-            state.open_slot(k, branch_rows)
-            if state.running[k]:
-                before = state.states[k - 1]
+            run.open_slot(k, branch_rows)
+            if run.running[k]:
+                before = run.states[k - 1]
                 residual_rows = before if residual is None else residual_rows + before
+        if push.norm is not None:
+            # The parameters' own dtypes; the copies that kernels read have the compute dtype.
+            ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias)]
+            norm_weight = common.parameter(norm_weight, branch.dtype)
+            norm_bias = common.parameter(norm_bias, branch.dtype)
+        norm = push.row_norm(norm_weight, norm_bias)
         # Results are allocated in the branch's shape. The caller could not modify a view of a
         # (T, D) tensor in place.
-        x = x_rows = out = out_rows = out_mean = out_rstd = None
-        flat = branch_rows is branch
-        if want_x:
-            x = common.empty_contiguous(branch)
-            x_rows = x if flat else x.view(branch_rows.shape)
-        if out_eps is not None:
-            # The parameters' own dtypes; the saved copies have the compute dtype.
-            weight_dtype = getattr(out_norm_weight, "dtype", None)
-            ctx.dtypes = weight_dtype, getattr(out_norm_bias, "dtype", None)
-            if state.norm_out[k]:
-                out_norm_weight, out_norm_bias = state.out_parameters(k)
-            else:
-                out_norm_weight = common.parameter(out_norm_weight, branch.dtype)
-                out_norm_bias = common.parameter(out_norm_bias, branch.dtype)
-            out = common.empty_contiguous(branch)
-            out_rows = out if flat else out.view(branch_rows.shape)
-            out_mean, out_rstd = state.out_statistics(k, out_rms)
-        state.weights.forward(
-            state, k, None if recomputed else branch_rows, residual_rows, dropout_p, seed,
-            state.partial(k), out_norm_weight, out_norm_bias, out_eps or 0.0, out_rms, x_rows,
-            out_rows, out_mean, out_rstd,
-        )  # fmt: skip
-        if not recomputed and k < state.lowest:
+        x = common.empty_contiguous(branch) if push.want_x else None
+        out = None if norm.rstd is None else common.empty_contiguous(branch)
+        results = x, out
+        if branch_rows is not branch:
+            results = tuple(None if y is None else y.view(branch_rows.shape) for y in results)
+        pushed = None if recomputed else branch_rows, residual_rows
+        run.weights.forward(push, norm, pushed, results)
+        if not recomputed and k < run.lowest:
             if True in ctx.needs_input_grad:
-                state.lowest = k
-            elif indexed:
-                state.needed_below = True
-        if indexed:
+                run.lowest = k
+            elif push.indexed:
+                run.needed_below = True
+        if push.indexed:
             # Checkpointing compares the shapes of saved tensors. The last one has another shape
             # when a recomputed push has another index.
-            ctx.save_for_backward(out_norm_weight, out_norm_bias, torch.empty(0, k))
-        elif out_eps is not None:
-            ctx.save_for_backward(out_norm_weight, out_norm_bias)
+            ctx.save_for_backward(norm_weight, norm_bias, torch.empty(0, k))
+        elif push.norm is not None:
+            ctx.save_for_backward(norm_weight, norm_bias)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shape, ctx.recomputed = call, branch.shape, recomputed
+        ctx.push, ctx.shape, ctx.recomputed = push, branch.shape, recomputed
         return x, out, torch.empty(0)
 
     @staticmethod
     @common.first_order("depth connection")
     def backward(ctx, dx, dout, _token):
-        state, k, indexed, _, dropout_p, seed, out_eps, out_rms = ctx.call
+        push = ctx.push
+        run, k = push.run, push.k
         if ctx.recomputed:
             raise RuntimeError(
-                f"{state.owner.name}: backward through a recomputed push; checkpoint it with "
-                "use_reentrant=False, "
-                "and push each state once"
+                f"{run.owner.name}: backward through a recomputed push; checkpoint it with "
+                "use_reentrant=False, and push each state once"
             )
-        state.enter(k, torch._C._current_graph_task_id())
-        out_norm_weight = out_norm_bias = out_mean = out_rstd = None
-        if indexed or out_eps is not None:
+        run.enter(k, torch._C._current_graph_task_id())
+        norm_weight = norm_bias = None
+        if push.indexed or push.norm is not None:
             # Under checkpointing this line may recompute the push. Its states still exist.
-            out_norm_weight, out_norm_bias = ctx.saved_tensors[:2]
-        if out_eps is not None:
-            out_mean, out_rstd = state.out_statistics(k, out_rms)
-        need_branch, need_residual, need_weight, need_bias = ctx.needs_input_grad[1:5]
-        like = state.states[k]
+            norm_weight, norm_bias = ctx.saved_tensors[:2]
+        norm = push.row_norm(norm_weight, norm_bias)
+        need_branch, need_residual, *need_norm = ctx.needs_input_grad[1:5]
+        states = run.states
+        shape = states.shape[1:]
         if dx is None and dout is None:
-            dx = torch.zeros_like(like)
+            dx = states.new_zeros(shape)
         dx, dout = (None if g is None else common.rows(g) for g in (dx, dout))
-
-        def fresh(need):
-            return like.new_empty(ctx.shape) if need else None
-
         # Where both inputs have the same gradient, both get the same tensor object. Two views of it
         # would become the .grad of two leaves, which would then share memory.
-        shared = dropout_p == 0 and need_branch and need_residual
-        dbranch = fresh(need_branch)
-        dresidual = None if shared else fresh(need_residual)
-        # A tensor of its own, because callers may modify the gradients that they get.
-        carried = torch.empty_like(like) if state.running[k] else None
-        pulled = state.pulled(k)
-        dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias = state.norm_grads(
-            k, dout is not None, need_weight, need_bias
-        )
-        partial = state.partial(k) if dout is not None or state.weights.mixes_again else None
-        written = dresidual if carried is None else carried
-        dbranch_rows, written = (
-            None if d is None else d.view(like.shape) for d in (dbranch, written)
-        )
-        state.weights.backward(
-            state, k, partial, out_norm_weight, out_norm_bias, out_rms, out_mean, out_rstd,
-            dropout_p, seed, dx, dout, state.near_pull(k), pulled, dbranch_rows, written,
-            dnorm_weight, dnorm_bias, dout_norm_weight, dout_norm_bias,
-        )  # fmt: skip
-        if carried is not None and dresidual is not None:
-            dresidual.copy_(carried.view(ctx.shape))
-        state.carried = carried
-        state.leave(k)
-        if not need_weight or dout_norm_weight is None:
-            dout_norm_weight = None
+        shared = push.dropout_p == 0 and need_branch and need_residual
+        dbranch = states.new_empty(ctx.shape) if need_branch else None
+        dresidual = states.new_empty(ctx.shape) if need_residual and not shared else None
+        dnorm = None, None
+        if dout is not None and push.norm is None:
+            dnorm = run.weights.row_norm_grads[k] or dnorm
+        elif dout is not None:
+            dtype = norm.rstd.dtype
+            dnorm = [states.new_empty(shape[1], dtype=dtype) if n else None for n in need_norm]
+        pushed = tuple(None if d is None else d.view(shape) for d in (dbranch, dresidual))
+        run.backward(push, norm, (dx, dout), pushed, dnorm)
+        if push.norm is None:
+            dnorm = None, None
         else:
-            dout_norm_weight = dout_norm_weight.to(ctx.dtypes[0])
-        if not need_bias or dout_norm_bias is None:
-            dout_norm_bias = None
-        else:
-            dout_norm_bias = dout_norm_bias.to(ctx.dtypes[1])
-        dresidual = dbranch if shared else dresidual
-        return None, dbranch, dresidual, dout_norm_weight, dout_norm_bias, None
+            pairs = zip(dnorm, ctx.dtypes, strict=True)
+            dnorm = [None if d is None else d.to(dtype) for d, dtype in pairs]
+        return None, dbranch, dbranch if shared else dresidual, *dnorm, None
 
 
 # `apply` without the slow Python layer of autograd.Function.
 _apply = common.bare_apply(_Boundary)
 
 
-def push(
+def boundary(
     history: DepthHistory,
-    k: int,
+    push: Push,
     branch: Tensor,
-    *,
     residual: Tensor | None,
     out_norm: OutNorm | None,
-    want_x: bool,
-    dropout_p: float,
-    seed: Tensor | None,
-    indexed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Pushes ``y_k = residual + dropout(branch)`` and reads row k of W.
 
-    ``x = sum_{j<=k} W[k,j] z_j`` and ``out = LN(x)``. `DLCL` has checked the operands. Where state
-    k was pushed before, x and out are recomputed from the states, and ``branch`` only gives the
-    shape.
+    ``x = sum_{j<=k} W[k,j] z_j`` and ``out = LN(x)``. `DepthConnection` has checked the operands.
+    Where state k was pushed before, x and out are recomputed from the states, and ``branch`` only
+    gives the shape.
 
     Args:
         history: the history of this forward pass, which has begun.
-        k: index of the state and of the row.
         branch, residual: (..., D).
-        out_norm: the next layer's first norm. Where row k has a layer-norm of the stack
-            (``state.norm_out``), x is None and out is the result of that one.
-        want_x: whether to return x.
-        dropout_p, seed: probability and seed (a 0-dim int64 tensor) of the mask on ``branch``.
-        indexed: whether the caller gave k; checkpointing may then repeat the push.
+        out_norm: the next layer's first norm. Where row k has a norm of the connection's own, x is
+            None and out is the result of that one.
 
     Returns:
         (x or None, out or None).
     """
-    state = history.state
-    recomputed = k < state.pushed
+    run, k = push.run, push.k
+    recomputed = k < run.pushed
     token = history.token
     if recomputed:
         # Only the results of this node are used. Checkpointing counts the tensors that it saves.
         # That number depends on what requires a gradient, so the token must be like the first one.
-        token = torch.empty(0, requires_grad=state.token_grad(k))
-    weight = bias = eps = None
-    rms = False
-    if state.norm_out[k]:
-        want_x, eps, rms = False, state.eps, state.rms
-    elif out_norm is not None:
-        weight, bias, eps, rms = out_norm
-    call = state, k, indexed, want_x, dropout_p, seed, eps, rms
-    x, out, token = _apply(call, branch, residual, weight, bias, token)
+        token = torch.empty(0, requires_grad=run.any_learns or k > run.lowest)
+    weight, bias = (None, None) if out_norm is None else out_norm[:2]
+    x, out, token = _apply(push, branch, residual, weight, bias, token)
     if not recomputed:
         history.token = token
-        if k == state.rows - 1 and not state.later:
+        if k == run.rows - 1 and not run.later:
             history.close()
-            state.end_forward(history.grad_mode)
+            run.end_forward(history.grad_mode)
     return x, out
 
 
@@ -241,9 +290,9 @@ class _LaterRows(torch.autograd.Function):
     """Its backward runs before that of the boundaries, and gives them the rows' gradients."""
 
     @staticmethod
-    def forward(ctx, state, _token):
-        ctx.state = state
-        out, lse = state.later_rows()
+    def forward(ctx, run, _token):
+        ctx.run = run
+        out, lse = run.later_rows()
         if lse is not None:
             ctx.save_for_backward(out, lse)
         ctx.set_materialize_grads(False)
@@ -252,12 +301,12 @@ class _LaterRows(torch.autograd.Function):
     @staticmethod
     @common.first_order("depth connection")
     def backward(ctx, g, dlse):
-        state = ctx.state
         out, lse = ctx.saved_tensors or (None, None)
         if g is None and dlse is not None:
             g = torch.zeros_like(out)
         if g is not None:
-            state.enter_later(torch._C._current_graph_task_id(), out, lse, g.contiguous(), dlse)
+            task = torch._C._current_graph_task_id()
+            ctx.run.enter_later(task, out, lse, g.contiguous(), dlse)
         return None, None
 
 
@@ -266,58 +315,49 @@ def later_rows(history: DepthHistory) -> tuple[Tensor, Tensor | None]:
 
     Other stages of a pipeline go on with these rows. The gradient of a sum is its row's g_l.
     """
-    state = history.state
-    out, lse = _LaterRows.apply(state, history.token)
+    run = history.state
+    out, lse = _LaterRows.apply(run, history.token)
     history.close()
-    state.end_forward(history.grad_mode)
+    run.end_forward(history.grad_mode)
     return out, lse
 
 
 @torch.no_grad()
 def recompute_row(
-    state: DepthState, k: int, out_norm: OutNorm | None, want_x: bool = True
+    run: DepthPass, k: int, out_norm: OutNorm | None, want_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Recomputes (x, out) of boundary k, (T, D), from the states up to k, bit for bit as `push`.
+    """Recomputes (x, out) of boundary k, (T, D), from the states up to k, bit for bit as forward.
 
     The first call for a block computes the partial sums of all its rows. Backward goes through the
     rows from the top down, so it reads each state as often as forward did.
     """
-    state.check_readable(k)
-    like = state.states[k]
-    x = out = out_norm_weight = out_norm_bias = out_mean = out_rstd = out_eps = None
-    out_rms = False
-    if state.norm_out[k]:
-        out_norm_weight, out_norm_bias = state.out_parameters(k)
-        out_eps, out_rms, want_x = state.eps, state.rms, False
+    run.check_readable(k)
+    like = run.states[k]
+    if run.weights.row_norms[k] is not None:
+        want_x = False
     elif out_norm is not None:
-        out_norm_weight = common.parameter(out_norm.weight, like.dtype)
-        out_norm_bias = common.parameter(out_norm.bias, like.dtype)
-        out_eps, out_rms = out_norm.eps, out_norm.rms
-    if want_x:
-        x = like.new_empty(like.shape)
-    if out_eps is not None:
-        out = like.new_empty(like.shape)
-        out_mean, out_rstd = state.out_statistics(k, out_rms)
-    state.weights.forward(
-        state, k, None, None, 0.0, None, state.partial(k), out_norm_weight, out_norm_bias,
-        out_eps or 0.0, out_rms, x, out, out_mean, out_rstd,
-    )  # fmt: skip
+        weight, bias = (common.parameter(p, like.dtype) for p in out_norm[:2])
+        out_norm = out_norm._replace(weight=weight, bias=bias)
+    norm = run.row_norm(k, out_norm)
+    x = like.new_empty(like.shape) if want_x else None
+    out = None if norm.rstd is None else like.new_empty(like.shape)
+    run.weights.forward(Push(run, k), norm, (None, None), (x, out))
     return x, out
 
 
-def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set[DepthState]:
+def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set[DepthPass]:
     """The passes of the stack ``owner`` that the gradient of ``node`` flows into.
 
     On each path the search stops at the first boundary of this stack. A boundary below it may
     belong to another pass.
     """
     # torch's types do not tell what a node of ours has.
-    boundary: Any = _Boundary._backward_cls
+    kind: Any = _Boundary._backward_cls
     found, seen, queue = set(), {node}, deque([node])
     while queue:
         node = queue.popleft()
-        if isinstance(node, boundary) and node.call[0].owner is owner:
-            found.add(node.call[0])
+        if isinstance(node, kind) and node.push.run.owner is owner:
+            found.add(node.push.run)
             continue
         for below, _ in () if node is None else node.next_functions:
             if below not in seen:

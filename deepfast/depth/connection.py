@@ -1,6 +1,6 @@
-"""What all depth connections share: the push of a state, and the pass that it belongs to."""
+"""What all depth connections share: the push of a state, what it is checked for, and the pass that
+it belongs to."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,27 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.depth.boundary import OutNorm, first_token, push
-from deepfast.depth.check_push import check_push
-from deepfast.depth.history import DepthHistory
+from deepfast.depth.boundary import DepthHistory, Parameters, boundary, nearest_passes
+from deepfast.depth.depth_pass import DepthPass, DepthWeights, OutNorm, Push
 from deepfast.depth.outside import Begun
-from deepfast.depth.schedule import Schedule, default_block
-from deepfast.depth.state import DepthState
+from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
-from deepfast.depth.weights import AttentionWeights, ConstantWeights
 from deepfast.ops import common
 
+PassWeights = tuple[DepthWeights, tuple[Tensor | None, ...]]
+"""How the rows of a pass weigh the states, and the parameters that `DepthWeights.take_grads` gives
+the gradients of."""
 
-class PassWeights(NamedTuple):
-    """What a connection contributes to one pass. Detached tensors are copies: a parameter changed
-    before backward must not change the pass."""
 
-    weights: ConstantWeights | AttentionWeights
-    parameters: tuple[Tensor | None, ...]
-    """The tensors that the gradients of the weights belong to, then norm weights and biases."""
-    norms: tuple[Tensor, Tensor | None] | None
-    """Weights and biases (L+1, D) of the stack's own norms, detached; None without. RMS norms have
-    no bias."""
+class Call(NamedTuple):
+    """The arguments of one call of a connection, see `DepthConnection.forward`."""
+
+    y: Tensor
+    history: DepthHistory
+    index: int | None = None
+    residual: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    out_norm: OutNorm | None = None
+    want_x: bool = True
 
 
 class DepthConnection(nn.Module):
@@ -52,9 +54,11 @@ class DepthConnection(nn.Module):
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
     norm_kind = "layer"
+    begins = 0
+    """A row that begins a block."""
     # Each kind of connection has its own.
     _pass_weights: Callable[[Tensor, bool], PassWeights]
-    """The weights of a pass, from its first push and whether it learns."""
+    """Those of a pass, from its first push and whether it learns."""
     traced_weights: Callable[[], Tensor]
     """Inside torch.compile: what the rows of one pass share."""
     traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
@@ -64,7 +68,7 @@ class DepthConnection(nn.Module):
         self,
         num_layers: int,
         dim: int,
-        pattern: tuple[tuple[int, ...], ...],
+        pattern: Pattern,
         *,
         running: tuple[bool, ...] | None = None,
         norm: str | None,
@@ -98,14 +102,6 @@ class DepthConnection(nn.Module):
         """Whether state k, or in post-norm row k, has a layer-norm of this connection; index 0
         needs ``normalize_embedding``."""
         return self.norm is not None and (k > 0 or self.normalize_embedding)
-
-    def _schedule(self, block: int) -> Schedule:
-        if block not in self._schedules:
-            self._schedules[block] = self._make_schedule(block)
-        return self._schedules[block]
-
-    def _make_schedule(self, block: int) -> Schedule:
-        return Schedule(self.pattern, block)
 
     def forward(
         self,
@@ -144,37 +140,34 @@ class DepthConnection(nn.Module):
         """
         if out_norm is None and not want_x:
             raise ValueError(f"{self.name}: want_x=False needs out_norm, got None")
-        push = self._push
-        if torch.compiler.is_compiling():
-            push = self._push_outside if history.eager else functools.partial(traced, self)
-        return push(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+        call = Call(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+        if not torch.compiler.is_compiling():
+            return self._push(call)
+        return self._push_outside(call) if history.eager else traced(self, call)
 
-    def _push(
-        self, y: Tensor, history: DepthHistory, index, residual, dropout_p, seed, out_norm, want_x
-    ) -> Tensor | tuple[Tensor | None, Tensor]:
+    def _push(self, call: Call) -> Tensor | tuple[Tensor | None, Tensor]:
         """`forward` in eager code."""
+        history, out_norm = call.history, call.out_norm
         common.reverse_mode_only(self.name, vmap=False)
-        checks.tensor(self.name, "the layer's output", y)
-        if residual is not None:
-            checks.tensor(self.name, "residual", residual)
-        y, residual = common.cast_states(self.states, y, residual)
-        k = check_push(self, y, residual, history, index, dropout_p, out_norm)
+        checks.tensor(self.name, "the layer's output", call.y)
+        if call.residual is not None:
+            checks.tensor(self.name, "residual", call.residual)
+        y, residual = common.cast_states(self.states, call.y, call.residual)
+        k = _check_push(self, y, residual, call)
         if history.state is None:
             self._begin(y, history)
-        p = dropout_p if self.training else 0.0
-        if p == 0:
-            seed = None
-        elif seed is None:
+        p, seed = call.dropout_p if self.training else 0.0, None
+        if p > 0 and call.seed is None:
             seed = history.state.seed(k)
-        else:
-            seed = common.draw_seed(self.name, seed, y.device)
+        elif p > 0:
+            seed = common.draw_seed(self.name, call.seed, y.device)
         if self.shards is not None:
             y, out_norm = self.shards.push(y, p, seed, out_norm)
             p, seed = 0.0, None
-        x, out = push(
-            history, k, y, residual=residual, out_norm=out_norm, want_x=want_x, dropout_p=p,
-            seed=seed, indexed=index is not None,
-        )  # fmt: skip
+        norm = None if out_norm is None else (out_norm.eps, out_norm.rms)
+        want_x = call.want_x and not (self.norm == "post" and self.has_norm(k))
+        push = Push(history.state, k, p, seed, want_x, norm, call.index is not None)
+        x, out = boundary(history, push, y, residual, out_norm)
         if out_norm is not None:
             return x, out
         return x if out is None else out
@@ -195,32 +188,143 @@ class DepthConnection(nn.Module):
         begun, sums: what rows begin with in a stage of a pipeline, and its tensors with gradient.
         """
         learning = torch.is_grad_enabled()
-        weights, parameters, norms = self._pass_weights(y, learning)
+        weights, parameters = self._pass_weights(y, learning)
         if self.shards is not None:
             parameters = self.shards.summed(*parameters)
-        has = tuple(self.has_norm(k) for k in range(self.rows))
-        none = (False,) * self.rows
-        pre, post = self.norm == "pre", self.norm == "post"
-        source, out = norms if pre else (None, None), norms if post else (None, None)
+        block = history.block or default_block(self.rows)
+        if block not in self._schedules:
+            self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
         history.owner, history.kind = self, (y.shape, y.dtype, y.device)
         history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
-        history.state = DepthState(
-            owner=self,
-            weights=weights,
-            running=self.running,
-            norm_weight=source[0],
-            norm_bias=source[1],
-            norm_source=has if pre else none,
-            out_norm_weight=out[0],
-            out_norm_bias=out[1],
-            norm_out=has if post else none,
-            eps=self.eps,
-            rms=self.norm_kind == "rms",
-            schedule=self._schedule(history.block or default_block(self.rows)),
-            inplace=history.inplace,
-            need_norm_grad=learning
-            and norms is not None
-            and any(p is not None and p.requires_grad for p in parameters[-2:]),
-            begun=begun,
+        history.state = DepthPass(self, weights, self._schedules[block], history.inplace, begun)
+        if history.state.any_learns:
+            history.token = Parameters.apply(history.state, *parameters, *sums)
+
+
+def _check_push(connection: DepthConnection, y: Tensor, residual: Tensor | None, call: Call) -> int:
+    """Checks a push and returns its index k. It changes nothing.
+
+    y, residual: those of the call, cast for autocast.
+    """
+    op, history, out_norm = connection.name, call.history, call.out_norm
+    if not isinstance(history, DepthHistory):
+        raise TypeError(f"{op}: history must be a DepthHistory, got {type(history).__name__}")
+    kind = y.shape, y.dtype, y.device
+    # A state of the same kind as the first one of this pass needs no further check.
+    if history.owner is not connection or history.kind != kind:
+        check_state(connection, y)
+        _check_alike(connection, y, history)
+    checks.probability(op, call.dropout_p)
+    if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
+        checks.like(op, "residual", residual, "the branch", y)
+    if out_norm is not None:
+        _check_out_norm(connection, out_norm, y)
+    k = _check_index(connection, history, call.index)
+    if out_norm is not None and connection.norm == "post" and connection.has_norm(k):
+        raise ValueError(f"{op}: a post-norm boundary has its own LN; out_norm must be None")
+    return k
+
+
+def check_state(connection, y: Tensor) -> None:
+    """Checks the width, the dtype and the device of what is pushed."""
+    op = connection.name
+    if not y.is_floating_point():
+        raise ValueError(f"{op}: the input must have a floating-point dtype, got {y.dtype}")
+    if y.shape[-1] != connection.dim:
+        raise ValueError(f"{op}: the input must be (..., {connection.dim}), got {tuple(y.shape)}")
+    if y.device != connection.device:
+        raise ValueError(f"{op}: the input must be on {connection.device}, got {y.device}")
+
+
+def _check_alike(connection, y: Tensor, history: DepthHistory) -> None:
+    if history.owner is not connection or history.kind is None:
+        return
+    shape, dtype, device = history.kind
+    expected, got = shape.numel() // connection.dim, y.numel() // connection.dim
+    if (expected, dtype, device) != (got, y.dtype, y.device):
+        raise ValueError(
+            f"{connection.name}: the states of a pass must be alike: expected {expected} tokens of "
+            f"{dtype} on {device}, got {got} of {y.dtype} on {y.device}"
         )
-        history.token = first_token(history.state, *parameters, *sums)
+
+
+def _check_out_norm(connection, out_norm: OutNorm, y: Tensor) -> None:
+    op = connection.name
+    if not isinstance(out_norm, OutNorm):
+        raise TypeError(
+            f"{op}: out_norm must be an OutNorm (LayerNorm.as_output() or RMSNorm.as_output()), "
+            f"got {type(out_norm).__name__}"
+        )
+    checks.eps(op, out_norm.eps, argument="out_norm.eps")
+    for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
+        checks.parameter(op, f"out_norm.{name}", p, (connection.dim,), y.device)
+
+
+def _check_index(connection, history: DepthHistory, index: int | None) -> int:
+    """The index k of this push: the next one or, in backward, a recomputed one."""
+    op = connection.name
+    if history.owner is not None and history.owner is not connection:
+        raise RuntimeError(
+            f"{op}: this history belongs to another stack; make a DepthHistory for each stack "
+            "and each forward pass"
+        )
+    if history.traced:
+        raise RuntimeError(
+            f"{op}: this pass began inside torch.compile and goes on outside; make its history "
+            "outside of the compiled function or with eager=True, or compile the whole stack with "
+            "fullgraph=True"
+        )
+    if index is not None and not checks.is_whole(index):
+        raise TypeError(f"{op}: index must be a whole number, got {index!r}")
+    pushed, begun = len(history), history.state is not None
+    k = pushed if index is None else index
+    task = torch._C._current_graph_task_id()
+    # A pass that began in this backward pass recomputes a whole stack, which is allowed.
+    if k >= pushed and begun and task not in (-1, history.task):
+        raise RuntimeError(
+            f"{op}: a push during the backward pass of another forward pass; under checkpointing "
+            "pass index= and use, in each recomputation, the history of its own forward pass"
+        )
+    if k >= connection.rows:
+        raise RuntimeError(
+            f"{op}: {connection.num_layers} layers push {connection.rows} states, and this "
+            f"history has them all; expected a new DepthHistory for a new forward pass"
+        )
+    if not 0 <= k <= pushed or (k < pushed and task == -1):
+        already = ", which is pushed already" if 0 <= k < pushed else ""
+        raise RuntimeError(
+            f"{op}: layer called out of order: expected index {pushed}, got {k}{already}"
+        )
+    if k < pushed:
+        _check_recomputed(history, k, task)
+        return k
+    if history.closed:
+        raise RuntimeError(f"{op}: this history is closed; make a new one")
+    if begun and history.state.released:
+        raise RuntimeError(f"{op}: this history's backward has ended; make a new one")
+    if begun and history.grad_mode != torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: grad mode changed within a pass; push every state under the grad mode of the "
+            "first push (reentrant checkpointing changes it: use use_reentrant=False), and "
+            "detach the output of a layer that must not learn"
+        )
+    return k
+
+
+def _check_recomputed(history: DepthHistory, k: int, task: int) -> None:
+    """Checks a push that checkpointing repeats: it must belong to the pass of ``history``.
+
+    The checkpointed function may refer to the wrong history, for example when a module keeps only
+    the history of its last pass. So the check follows the graph down from the autograd node that
+    runs now. The first boundaries on the way must belong to this pass. If there is no boundary on
+    the way, this pass must be in the middle of its backward. The states up to k must still exist.
+    """
+    state, op = history.state, history.owner.name
+    passes = nearest_passes(torch._C._current_autograd_node(), history.owner)
+    if state not in passes and (passes or state.task != task):
+        raise RuntimeError(
+            f"{op}: push {k} is recomputed for another forward pass than its history's; make a "
+            "DepthHistory in each forward pass, and let the checkpointed function refer to it, "
+            "not to an attribute that the next forward pass replaces"
+        )
+    state.check_readable(k)

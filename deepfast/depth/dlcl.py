@@ -1,6 +1,9 @@
 """DLCL: dynamic linear combination of layers."""
 
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +11,11 @@ from torch import Tensor, nn
 from deepfast import backend as backends
 from deepfast import checks, ops
 from deepfast.depth.connection import DepthConnection, PassWeights
+from deepfast.depth.depth_pass import DepthPass, DepthWeights, Pair, Push, RowGrads, RowNorm, Stored
 from deepfast.depth.initial import part
-from deepfast.depth.pattern import MaskedWeight, depth_pattern, pattern_mask
-from deepfast.depth.weights import ConstantWeights
+from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
+from deepfast.ops import common
 
 
 class DLCL(DepthConnection):
@@ -148,7 +152,7 @@ class DLCL(DepthConnection):
         weight = self._own("weight", self.rows, self.rows, *self.extra)
         mask = self._mask(weight.device)
         mask = mask.view(*mask.shape, *(1,) * len(self.extra))
-        weight = MaskedWeight.apply(weight, mask, self.softmax)
+        weight = _MaskedWeight.apply(weight, mask, self.softmax)
         if self.kind == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
@@ -162,43 +166,44 @@ class DLCL(DepthConnection):
     def _mask(self, device: torch.device) -> Tensor:
         if device in self._masks:
             return self._masks[device]
-        mask = pattern_mask(self.pattern, device)
+        mask = _pattern_mask(self.pattern, device)
         # A mask created while tracing, as a fake tensor or in inference mode cannot be reused.
         if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
             self._masks[device] = mask
         return mask
 
     def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        plain = 0 if self.normalize_embedding else 1
-        return self._pass_of(self.effective_weight(), self.norms(), plain, y, learning)
+        return self._pass_of(self.effective_weight(), self.norms(), y, learning, self)
 
     def _pass_of(
         self,
         weight: Tensor,
-        parameters: tuple[Tensor | None, Tensor | None],
-        plain: int,
+        norms: tuple[Tensor | None, Tensor | None],
         y: Tensor,
         learning: bool,
+        connection: DepthConnection,
     ) -> PassWeights:
-        """A pass with this W, and these weights and biases of norms, of which the first
-        ``plain`` are not used."""
+        """A pass of ``connection`` with this W, and these weights and biases of norms."""
         dtype = compute_dtype(y.dtype)
-        norms: tuple[Tensor, Tensor | None] | None = None
-        if self.norm is not None:
-            # Copies: a parameter changed before backward must not change this pass.
-            norm_weight, norm_bias = (
-                None if p is None else p.detach().to(dtype, copy=True).contiguous()
-                for p in parameters
-            )
-            # Assigning a number may copy it from the host.
-            norm_weight[:plain].fill_(1.0)
-            if norm_bias is not None:
-                norm_bias[:plain].zero_()
-            norms = norm_weight, norm_bias
+        # Copies: a parameter changed before backward must not change this pass.
+        copy, *copies = (
+            None if p is None else p.detach().to(dtype, copy=True).contiguous()
+            for p in (weight, *norms)
+        )
+        has = [connection.has_norm(k) for k in range(connection.rows)]
+        if copies[0] is not None:
+            # Kernels apply weight and bias to every state. Assigning a number may copy it from the
+            # host, so it is assigned once.
+            plain = has.index(True) if True in has else 0
+            copies[0][:plain].fill_(1.0)
+            if copies[1] is not None:
+                copies[1][:plain].zero_()
+        learns, *norms_learn = (p is not None and p.requires_grad for p in (weight, *norms))
+        rms, norms_learn = self.norm_kind == "rms", learning and any(norms_learn)
+        own = Norms(*copies, has, self.norm == "pre", self.eps, rms, norms_learn)
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
-        copy = weight.detach().to(dtype, copy=True).contiguous()
-        weights = ConstantWeights(launch, copy, learning and weight.requires_grad)
-        return PassWeights(weights, (weight, *parameters), norms)
+        weights = ConstantWeights(launch, copy, learning and learns, own, y.numel() // self.dim)
+        return weights, (weight, *norms)
 
     def traced_weights(self) -> Tensor:
         return self.effective_weight()
@@ -213,3 +218,162 @@ class DLCL(DepthConnection):
             f"norm_kind={self.norm_kind!r}, "
             f"weight={self.kind!r}, init={self.init!r}"
         )
+
+
+class Norms(NamedTuple):
+    """The norms of a connection's own in one pass."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    """(L+1, D), compute dtype; None where there are none."""
+    has: Sequence[bool]
+    """Whether state k (pre-norm) or row k (post-norm) has a norm."""
+    before: bool
+    """Whether states have them, and not rows."""
+    eps: float
+    rms: bool
+    learns: bool
+    """Whether a weight or a bias needs a gradient."""
+
+    def each(self, weight: Tensor, bias: Tensor | None) -> list[tuple | None]:
+        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
+        biases = [None] * len(weight) if bias is None else bias.unbind(0)
+        pairs = zip(self.has, weight.unbind(0), biases, strict=False)
+        return [pair if has else None for has, *pair in pairs]
+
+
+class ConstantWeights(DepthWeights):
+    """``x_{l+1} = sum_k W[l,k] z_k``, the same weights for all tokens.
+
+    Args:
+        launch: the launches of the op "boundary".
+        weight: W (L+1, L+1) or (L+1, L+1, D), compute dtype, zero outside the pattern.
+        learns: whether W needs a gradient.
+        norms: the connection's own.
+        tokens: T.
+    """
+
+    def __init__(
+        self, launch: SimpleNamespace, weight: Tensor, learns: bool, norms: Norms, tokens: int
+    ):
+        super().__init__(launch, weight, learns or norms.learns)
+        self.weight, self.weight_learns, self.norms = weight, learns, norms
+        self.dweight: Tensor | None = None
+        self.dnorm_weight: Tensor | None = None
+        self.dnorm_bias: Tensor | None = None
+        # As the kernels read them for states.
+        rows = len(weight)
+        self.norm_source: Sequence[bool] = (False,) * rows
+        self.norm_weight: Tensor | None = None
+        self.norm_bias: Tensor | None = None
+        self.source_rstd: Sequence[Tensor | None] = (None,) * rows
+        self.source_grads: Sequence[tuple | None] = (None,) * rows
+        if norms.weight is None:
+            return
+        if norms.before:
+            self.norm_source, self.norm_weight, self.norm_bias = norms.has, *norms[:2]
+            self.source_rstd = weight.new_empty(len(norms.has), tokens).unbind(0)
+        else:
+            own = norms.each(norms.weight, norms.bias)
+            self.row_norms = [pair and (*pair, norms.eps, norms.rms) for pair in own]
+
+    def release(self) -> None:
+        self.source_rstd = (None,) * len(self.weight)
+
+    def mix(self, run: DepthPass, far: FarPass, sums: Tensor, add: bool) -> None:
+        self.launch.mix_rows(
+            states=run.states, sources=far.sources, weight=self.weight, rows=far.targets,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums, out_rows=far.entries,
+            accumulate=add,
+        )  # fmt: skip
+
+    def forward(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
+        (branch, residual), (x, out) = pushed, results
+        run, k = push.run, push.k
+        self.launch.boundary_forward(
+            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
+            states=run.states, k=k, near=run.schedule.near[k], weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
+            source_eps=self.norms.eps, source_rms=self.norms.rms, source_rstd=self.source_rstd[k],
+            partial=run.partial(k), x=x,
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
+            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
+        )  # fmt: skip
+
+    def pull(self, run: DepthPass, far: FarPass, given: Stored, sums: Tensor, add: bool) -> None:
+        grads, first = given
+        self.launch.pull_rows(
+            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
+            states=run.states, sources=far.targets, weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
+            out_rows=far.entries, accumulate=add, dweight=self.dweight,
+        )  # fmt: skip
+
+    def backward(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
+        run, k = push.run, push.k
+        dnorm_weight, dnorm_bias = self.source_grads[k] or (None, None)
+        self.launch.boundary_backward(
+            states=run.states, k=k, near=run.schedule.near[k], weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
+            source_rms=self.norms.rms, source_rstd=self.source_rstd[k],
+            partial=None if grads.dout is None else run.partial(k),
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
+            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
+            dx=grads.dx, dout=grads.dout, grads=run.grads, grad_slot=k + run.first_grad,
+            pull_rows=grads.near, pull_slots=[row + run.first_grad for row in grads.near],
+            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
+            dweight=self.dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
+            dout_norm_weight=grads.dnorm_weight, dout_norm_bias=grads.dnorm_bias,
+        )  # fmt: skip
+
+    def begin_grads(self) -> None:
+        if self.weight_learns:
+            self.dweight = torch.zeros_like(self.weight)
+        if not self.norms.learns:
+            return
+        self.dnorm_weight = torch.zeros_like(self.norms.weight)
+        if self.norms.bias is not None:
+            self.dnorm_bias = torch.zeros_like(self.norms.bias)
+        grads = self.norms.each(self.dnorm_weight, self.dnorm_bias)
+        if self.norms.before:
+            self.source_grads = grads
+        else:
+            self.row_norm_grads = grads
+
+    def take_grads(self) -> tuple[Tensor | None, ...]:
+        grads = self.dweight, self.dnorm_weight, self.dnorm_bias
+        self.dweight = self.dnorm_weight = self.dnorm_bias = None
+        self.source_grads = self.row_norm_grads = (None,) * len(self.weight)
+        return grads
+
+
+def _pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
+    """(L+1, L+1) bool: whether row l reads state k."""
+    mask = torch.zeros(len(pattern), len(pattern), dtype=torch.bool)
+    for row, sources in enumerate(pattern):
+        mask[row, list(sources)] = True
+    return mask.to(device)
+
+
+@common.traced_as("masked_weight")
+class _MaskedWeight(torch.autograd.Function):
+    """Masks W to the pattern; with ``softmax`` its rows pass through a softmax first.
+
+    Written by hand so that it saves nothing through autograd. A first push inside a checkpointed
+    function would otherwise save a tensor that the recomputed push does not save.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, mask, softmax):
+        if softmax:
+            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
+        masked = weight.masked_fill(~mask, 0)
+        ctx.mask, ctx.rows = mask, masked if softmax else None
+        return masked.clone() if softmax else masked
+
+    @staticmethod
+    @common.first_order("DLCL")
+    def backward(ctx, grad):
+        if ctx.rows is not None:
+            grad = ctx.rows * (grad - (grad * ctx.rows).sum(1, keepdim=True))
+        return grad.masked_fill(~ctx.mask, 0), None, None

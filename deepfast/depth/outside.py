@@ -88,3 +88,13 @@ class Begun:
     def take_grads(self) -> tuple[Tensor | None, Tensor | None]:
         grads, self.dsums, self.dlse = (self.dsums, self.dlse), None, None
         return grads
+
+
+def end_stats(stats: Tensor, mean: Tensor, lse: Tensor, g: Tensor, dlse: Tensor | None) -> None:
+    """Sets ``stats`` (R, 3, T) of the rows after the last state, of which ``mean`` (R, T, D) and
+    ``lse`` (R, T) have left the pass, from their gradients g and dlse."""
+    stats[:, 0], stats[:, 1] = lse, 1
+    for i, (x, dx) in enumerate(zip(mean, g, strict=True)):
+        stats[i, 2] = (x.to(lse.dtype) * dx).sum(-1)
+    if dlse is not None:
+        stats[:, 2] -= dlse

@@ -1,6 +1,40 @@
 """Which states each row reads, and in which pass over the states."""
 
+import functools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Pattern = tuple[tuple[int, ...], ...]
+"""pattern[l] has the states that row l reads, in ascending order."""
+
+
+@functools.cache
+def depth_pattern(rows: int, window: int | None, dilation: int, period: int) -> Pattern:
+    """pattern[l]: the states that row l reads.
+
+    ``window=w`` keeps the w newest states. ``dilation=a`` keeps every a-th of those, counted back
+    from the newest. ``period=p`` mixes in every p-th row only; the other rows read the newest
+    state alone (Pagliardini et al., DenseFormer, 2024).
+    """
+    pattern = []
+    for row in range(rows):
+        oldest = 0 if window is None else max(0, row - window + 1)
+        mixes = period == 1 or row % period == 0
+        pattern.append(tuple(sorted(range(row, oldest - 1, -dilation))) if mixes else (row,))
+    return tuple(pattern)
+
+
+@functools.cache
+def block_pattern(rows: int, size: int) -> tuple[Pattern, tuple[bool, ...]]:
+    """The pattern of attention residuals in blocks of ``size`` states, and which states continue.
+
+    State 0 is the embedding. After it state k is the sum of its block so far, so it contains state
+    k - 1 unless it begins a block. Row l reads the embedding, the last state of every finished
+    block, and state l.
+    """
+    pattern = tuple(tuple(sorted({0, *range(size, row + 1, size), row})) for row in range(rows))
+    return pattern, tuple(k > 0 and (k - 1) % size != 0 for k in range(rows))
 
 
 def default_block(rows: int) -> int:
@@ -19,23 +53,36 @@ def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
     return start, min(start + block, rows)
 
 
+class FarPass(NamedTuple):
+    """One launch over what lies outside a block, for the targets in the block that sum the same.
+
+    In forward the targets are rows, and the sources earlier states. In backward the targets are
+    states, and the sources the gradients of later rows.
+    """
+
+    targets: list[int]
+    sources: list[int]
+    entries: list[int]
+    """Where the sum of each target is among the sums of the block."""
+
+
+def one_for_all(passes: Sequence[FarPass], targets: int) -> bool:
+    """Whether a single pass computes the sums of all the targets of a block. It then writes them.
+    Else the sums begin with 0, and each pass adds to some of them."""
+    return len(passes) == 1 and len(passes[0].targets) == targets
+
+
 class Schedule:
     """Which states each row reads, and in which pass, for blocks of rows.
 
     Args:
-        pattern: pattern[l] has the states that row l reads, in ascending order.
+        pattern: the states that each row reads.
         block: rows per block.
         rows: how many of the rows are computed with a state; the others come after the last state.
         first: a row that begins a block; the block before it may be shorter.
     """
 
-    def __init__(
-        self,
-        pattern: tuple[tuple[int, ...], ...],
-        block: int,
-        rows: int | None = None,
-        first: int = 0,
-    ):
+    def __init__(self, pattern: Pattern, block: int, rows: int | None = None, first: int = 0):
         self.rows, self.block = len(pattern) if rows is None else rows, block
         self.reads = tuple(frozenset(reads) for reads in pattern)
         below = (near_rows(block, row, first) for row in range(first))
@@ -47,31 +94,33 @@ class Schedule:
             for reads, (start, _) in zip(pattern, self.blocks, strict=False)
         )
         """For every row, the states of its own block that it reads."""
-        self._groups: dict[tuple, dict[tuple[int, ...], list[int]]] = {}
+        self._passes: dict[tuple[range, Sequence[int]], list[FarPass]] = {}
 
-    def far_reads(self, start: int, end: int) -> dict[tuple[int, ...], list[int]]:
-        """Rows of [start, end) -> the states before start that exactly these rows read."""
-        key = start, end
-        if key not in self._groups:
+    def far_reads(self, start: int, end: int) -> list[FarPass]:
+        """Forward: the passes over the states before ``start`` for the rows [start, end)."""
+        return self._far(range(start, end), range(start), lambda row, k: k in self.reads[row])
+
+    def far_readers(self, start: int, stop: int, rows: Sequence[int]) -> list[FarPass]:
+        """Backward: the passes over the gradients of ``rows`` for the states [start, stop)."""
+        return self._far(range(start, stop), rows, lambda k, row: k in self.reads[row])
+
+    def near_readers(self, k: int, live: set[int]) -> list[int]:
+        """Backward: the rows of state k's own block that read it: row k, and those of ``live``."""
+        end = self.blocks[k][1]
+        return [r for r in range(k, end) if (r == k or r in live) and k in self.reads[r]]
+
+    def _far(
+        self, targets: range, sources: Sequence[int], reads: Callable[[int, int], bool]
+    ) -> list[FarPass]:
+        if (targets, sources) not in self._passes:
             groups = defaultdict(list)
-            for k in range(start):
-                readers = tuple(r for r in range(start, end) if k in self.reads[r])
+            for source in sources:
+                readers = tuple(target for target in targets if reads(target, source))
                 if readers:
-                    groups[readers].append(k)
+                    groups[readers].append(source)
             # Stored only when complete, because other threads may run this stack.
-            self._groups[key] = groups
-        return self._groups[key]
-
-    def far_readers(
-        self, start: int, stop: int, later: tuple[int, ...]
-    ) -> dict[tuple[int, ...], list[int]]:
-        """States of [start, stop) -> the rows of ``later`` that read exactly these of them."""
-        key = start, stop, later
-        if key not in self._groups:
-            groups = defaultdict(list)
-            for row in later:
-                sources = tuple(j for j in range(start, stop) if j in self.reads[row])
-                if sources:
-                    groups[sources].append(row)
-            self._groups[key] = groups
-        return self._groups[key]
+            self._passes[targets, sources] = [
+                FarPass(list(group), found, [target - targets.start for target in group])
+                for group, found in groups.items()
+            ]
+        return self._passes[targets, sources]

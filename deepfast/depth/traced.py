@@ -1,6 +1,6 @@
 """A depth connection inside torch.compile: the same sums as one graph of registered ops.
 
-A compiled graph cannot hold the buffer of states that `DepthState` reads and writes. Here each
+A compiled graph cannot hold the buffer of states that `DepthPass` reads and writes. Here each
 state is an ordinary tensor, and each row is one op over the states it reads. The result
 is the same, but the traffic is quadratic in depth, as in every functional form. For deep stacks
 compile the layers one by one: a push then breaks the graph and runs in eager code, see
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from deepfast import ops
-from deepfast.depth.boundary import OutNorm
-from deepfast.depth.history import DepthHistory
+from deepfast.depth.depth_pass import OutNorm
 from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise
 
@@ -33,24 +32,18 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
     return total
 
 
-def traced(
-    connection,
-    y: Tensor,
-    history: DepthHistory,
-    index: int | None,
-    residual: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    out_norm: OutNorm | None,
-    want_x: bool,
-) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed."""
+def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
+    """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed.
+
+    call: its arguments, a `deepfast.depth.connection.Call`.
+    """
+    history = call.history
     if connection.shards is not None:
         raise RuntimeError(
             f"{connection.name}: with sharded tokens a push cannot be traced; make its history "
             "outside of the compiled function or with eager=True"
         )
-    y, residual = common.cast_states(connection.states, y, residual)
+    y, residual = common.cast_states(connection.states, call.y, call.residual)
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")
@@ -62,7 +55,7 @@ def traced(
         raise RuntimeError(
             f"{connection.name}: this history's pass began outside torch.compile, or is closed"
         )
-    if index is not None and index != k:
+    if call.index is not None and call.index != k:
         raise RuntimeError(f"{connection.name}: layer called out of order inside torch.compile")
     history.owner = connection
     if history.traced_weight is None:
@@ -75,7 +68,8 @@ def traced(
     if connection.running[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
-    z = _sum(y, residual, dropout_p if connection.training else 0.0, seed, connection.backend)
+    p = call.dropout_p if connection.training else 0.0
+    z = _sum(y, residual, p, call.seed, connection.backend)
     if connection.norm == "pre" and norm is not None:
         z = _norm(connection, z, norm)
     history.traced.append(z)
@@ -87,6 +81,6 @@ def traced(
         history.close()
     if connection.norm == "post" and norm is not None:
         return _norm(connection, x, norm)
-    if out_norm is None:
+    if call.out_norm is None:
         return x
-    return x if want_x else None, _norm(connection, x, out_norm)
+    return x if call.want_x else None, _norm(connection, x, call.out_norm)

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.depth.boundary import OpenPass
 from deepfast.depth.dlcl import DLCL
-from deepfast.depth.history import OpenPass
 
 
 class DWAModules(DLCL):

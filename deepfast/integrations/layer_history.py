@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepfast.depth.boundary import OpenPass
 from deepfast.depth.dlcl import DLCL
-from deepfast.depth.history import OpenPass
 
 HISTORIES = ("residual", "dense", "learnable_dense", "learnable_dense_nonorm")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.depth.history import PerThread
+from deepfast.depth.boundary import PerThread
 from deepfast.integrations import loss_code
 from deepfast.integrations.swap import Handle, Swapped
 

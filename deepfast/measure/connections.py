@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from deepfast.connections import BLOCKS
-from deepfast.depth.pattern import block_pattern, depth_pattern
+from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.measure import forms
 from deepfast.measure.jobs import Turns
 from deepfast.measure.rows import Row

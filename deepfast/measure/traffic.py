@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepfast.depth.pattern import depth_pattern
-from deepfast.depth.schedule import Schedule, default_block, near_rows
+from deepfast.depth.schedule import (
+    FarPass,
+    Schedule,
+    default_block,
+    depth_pattern,
+    near_rows,
+    one_for_all,
+)
 
 PER_ROW = {
     # stack: k read, k written; times W: the same; sum: k read, 1 written. Backward. g times W: 1
@@ -31,19 +37,18 @@ PER_ROW = {
 """Form -> states read and written in forward and backward by the k-th row, from 1."""
 
 
-def _far(groups: dict[tuple[int, ...], list[int]], count: int, reads: int) -> int:
-    """The passes that compute the sums of a block (`deepfast.depth.slots.BlockSums`).
+def _far(passes: list[FarPass], count: int, reads: int) -> int:
+    """The passes that compute the sums of a block.
 
     Args:
-        groups: maps several targets to what all of them sum.
         count: the targets of the block.
         reads: how many states a pass reads for each of its targets.
     """
-    whole = [len(targets) for targets in groups] == [count]
+    whole = one_for_all(passes, count)
     # Where one pass does not compute all sums, they are set to 0 and added to.
-    moved = 0 if whole or not groups else count
-    for targets, sources in groups.items():
-        moved += len(sources) + (reads + (1 if whole else 2)) * len(targets)
+    moved = 0 if whole or not passes else count
+    for far in passes:
+        moved += len(far.sources) + (reads + (1 if whole else 2)) * len(far.targets)
     return moved
 
 
@@ -51,11 +56,11 @@ def _mixes(schedule: Schedule) -> int:
     """Reads and writes for the mixes of all rows, from states that exist already."""
     total = 0
     for row, (start, end) in enumerate(schedule.blocks):
-        groups = schedule.far_reads(start, end)
+        passes = schedule.far_reads(start, end)
         if row == start:
-            total += _far(groups, end - start, 0)
+            total += _far(passes, end - start, 0)
         # The block's recent states, the partial sum, the result.
-        total += len(schedule.near[row]) - 1 + bool(groups) + 1
+        total += len(schedule.near[row]) - 1 + bool(passes) + 1
     return total
 
 

@@ -22,8 +22,8 @@ from itertools import groupby
 
 import torch
 
+from deepfast.depth.depth_pass import empty_slots
 from deepfast.depth.schedule import default_block
-from deepfast.depth.slots import empty_slots
 from deepfast.memory.part_steps import PartLayer
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.memory.sizes import Sizes

@@ -5,12 +5,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from deepfast.depth.attention_residuals import AttentionResiduals
-from deepfast.depth.boundary import OutNorm, later_rows
-from deepfast.depth.connection import DepthConnection, PassWeights
+from deepfast.depth.boundary import DepthHistory, later_rows
+from deepfast.depth.connection import Call, DepthConnection, PassWeights
+from deepfast.depth.depth_pass import OutNorm
 from deepfast.depth.dlcl import DLCL
-from deepfast.depth.history import DepthHistory
 from deepfast.depth.outside import Begun
-from deepfast.depth.schedule import Schedule
 from deepfast.parallel.edges import Edge
 
 Numbers = list[int | None]
@@ -104,9 +103,6 @@ class StageDepth(DepthConnection):
         row = self.row_numbers[k]
         return row is not None and self.whole.has_norm(row)
 
-    def _make_schedule(self, block: int) -> Schedule:
-        return Schedule(self.pattern, block, self.rows, self.begins)
-
     def _begin(
         self,
         y: Tensor,
@@ -145,7 +141,7 @@ class StageDepth(DepthConnection):
         if self.below is None or self.below.kind == "states":
             *given, last = payload
             for y in given:
-                self._push(y, history, None, None, 0.0, None, None, False)
+                self._push(Call(y, history, want_x=False))
             return last
         x, *sums = payload
         if sums:
@@ -172,7 +168,7 @@ class StageDepth(DepthConnection):
         """As `DepthConnection.forward`; None for a row that nothing reads."""
         k = len(history)
         wanted = want_x and (self.row_numbers[k] is not None or k in self.alone)
-        return self._push(y, history, None, residual, dropout_p, None, out_norm, wanted)
+        return self._push(Call(y, history, None, residual, dropout_p, None, out_norm, wanted))
 
     def end(
         self, payload: tuple[Tensor, ...], x: Tensor | None, history: DepthHistory
@@ -205,10 +201,7 @@ class StageDepth(DepthConnection):
         norm_weight, norm_bias = (
             None if p is None else p.index_select(0, index) for p in whole.norms()
         )
-        plain = 0
-        while self.norm == "pre" and not self.has_norm(plain):
-            plain += 1
-        return whole._pass_of(weight, (norm_weight, norm_bias), plain, y, learning)
+        return whole._pass_of(weight, (norm_weight, norm_bias), y, learning, self)
 
     def _weight_constants(self) -> tuple[Tensor, ...]:
         """The numbers of all rows and of as many states, 0 where they are not in the whole; the

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepfast.depth.history import DepthHistory
+from deepfast.depth.boundary import DepthHistory
 from deepfast.memory.policies import MIXING
 from deepfast.nn.connections.attention_residuals import Attended
 from deepfast.nn.connections.base import LayerCall

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.depth.pattern import depth_pattern
+from deepfast.depth.schedule import depth_pattern
 from deepfast.measure.traffic import engine_moved
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from deepfast import backend
-from deepfast.depth.state import empty_slots
+from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)

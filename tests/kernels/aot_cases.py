@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepfast.depth.state import empty_slots
+from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
 
 BF16, FP32 = torch.bfloat16, torch.float32

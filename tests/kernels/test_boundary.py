@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepfast.depth.pattern import block_pattern, depth_pattern
-from deepfast.depth.schedule import Schedule
-from deepfast.depth.state import DepthState
+from deepfast.depth.schedule import Schedule, block_pattern, depth_pattern
 from deepfast.launches import LAUNCHES
 from tests.kernels.agreement import agree, numbers, run
 
@@ -192,6 +190,6 @@ def test_every_pattern_gives_progressions():
     for block, pattern in itertools.product((1, 4, 8, 64), patterns):
         schedule = Schedule(pattern, block)
         for top, k in itertools.combinations_with_replacement(reversed(range(rows)), 2):
-            state = SimpleNamespace(schedule=schedule, _live=set(range(k + 1, top + 1)))
-            for indices in (schedule.near[k], DepthState.near_pull(state, k)):
+            live = set(range(k + 1, top + 1))
+            for indices in (schedule.near[k], schedule.near_readers(k, live)):
                 assert kernels.progression([i for i in indices if i != k]) is not None

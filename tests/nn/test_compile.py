@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deepfast.depth.state import DepthState
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.nn import (
     DLCL,
     AttentionResiduals,
@@ -258,7 +258,7 @@ def test_layers_compiled_one_by_one_may_push(kind, by):
             for layer in stack.layers:
                 layer.compile(backend=counter)
             got = stack(x)
-        assert isinstance(stack.history.state, DepthState)
+        assert isinstance(stack.history.state, DepthPass)
         compare([list(stack.parameters())] * 2, got, want, x)
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0

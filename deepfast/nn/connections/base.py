@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
 from deepfast.connections import CONNECTIONS
-from deepfast.depth.boundary import recompute_row
-from deepfast.depth.history import DepthHistory
+from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
 from deepfast.nn.recompute import Kept, Recompute, not_saved

@@ -1,0 +1,466 @@
+"""One forward and backward pass of a stack: its states, partial sums and gradients.
+
+A state is one (T, D) tensor in a slot. Where states have norms the slot holds the normalised output
+n_k of layer k, and the kernels compute ``z_k = norm_weight[k] n_k + norm_bias[k]`` when they read
+it. Elsewhere it holds the output itself. The picture in `deepfast.depth` shows what a slot holds
+when. What a kernel computes from the states is behind `DepthWeights`. Nothing here knows autograd;
+its nodes, in `deepfast.depth.boundary`, call the methods of `DepthPass` in order.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepfast import backend
+from deepfast.depth.outside import Begun, end_stats
+from deepfast.depth.schedule import FarPass, Schedule, one_for_all
+
+OVERWRITTEN = (
+    "DepthHistory: a second backward through one forward pass needs its states, and gradients "
+    "have overwritten them; use DepthHistory(inplace=False) or deepfast.connect(..., "
+    "inplace=False), or, where a stack such as TransformerEncoder makes the history, run its "
+    "forward again"
+)
+
+
+def empty_slots(count: int, like: Tensor) -> Tensor:
+    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
+
+    The distance from slot to slot is a whole number of pages plus one cache line. Without that line
+    the same element of every slot would map to the same few cache sets.
+    """
+    line = 64 // like.element_size()
+    stride = -(-like.numel() // (64 * line)) * 64 * line + line
+    return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
+
+
+class OutNorm(NamedTuple):
+    """The norm applied to a boundary's output: weight and bias, each (D,) or None, and eps; ``rms``
+    makes it an RMS norm."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool = False
+
+
+class RowNorm(NamedTuple):
+    """An `OutNorm` in the compute dtype, and its statistics (T,). An RMS norm has no mean, and what
+    is no norm has no rstd."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    rms: bool = False
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+
+
+NO_NORM = RowNorm()
+
+
+class Push(NamedTuple):
+    """One push beside its tensors: ``y_k = residual + dropout(branch)``, and then row k."""
+
+    run: "DepthPass"
+    k: int
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    want_x: bool = True
+    norm: tuple[float, bool] | None = None
+    """eps and rms of an `OutNorm` that came with it."""
+    indexed: bool = False
+    """Whether the caller gave k; checkpointing may then repeat the push."""
+
+    def row_norm(self, weight: Tensor | None, bias: Tensor | None) -> RowNorm:
+        """The norm behind row k; weight and bias are those that came with the push."""
+        given = None if self.norm is None else (weight, bias, *self.norm)
+        return self.run.row_norm(self.k, given)
+
+
+Pair = tuple[Tensor | None, Tensor | None]
+Stored = tuple[Tensor, int]
+"""Gradients of rows, and an offset: that of row l is at l + offset."""
+
+
+class RowGrads(NamedTuple):
+    """What the kernel of a boundary reads in backward, and what it writes: (T, D) each, or None."""
+
+    dx: Tensor | None
+    """g_k, the gradient of the row, and that of the norm behind it."""
+    dout: Tensor | None
+    near: list[int]
+    """The rows of the block whose gradients it pulls."""
+    pulled: Tensor | None
+    """Q_k, from the rows after the block."""
+    dbranch: Tensor | None
+    """Written, as all from here on."""
+    dresidual: Tensor | None
+    dnorm_weight: Tensor | None
+    """(D,), of the norm behind the row."""
+    dnorm_bias: Tensor | None
+
+
+class DepthWeights:
+    """How the rows of one pass weigh the states, which is all in which the connections differ.
+
+    `deepfast.depth.dlcl` and `deepfast.depth.attention_residuals` have a subclass each. Its methods
+    are launches of the kernels; `deepfast.launches` lists their operands.
+
+    Args:
+        launch: the kernels of the backend that `deepfast.backend` chose.
+        like: (L+1, ...), a parameter in the compute dtype, on the device of the pass.
+        learns: whether a parameter needs a gradient.
+    """
+
+    stats: Tensor | None = None
+    """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and
+    <g, x>."""
+    nbytes = 0
+    """Bytes of what grows with the number of tokens, beside states and sums."""
+
+    def __init__(self, launch: SimpleNamespace, like: Tensor, learns: bool):
+        self.launch, self.like, self.learns = launch, like, learns
+        nothing: list[tuple | None] = [None] * like.shape[0]
+        self.row_norms: Sequence[tuple | None] = nothing
+        """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
+        compute dtype."""
+        self.row_norm_grads: Sequence[tuple | None] = nothing
+        """Where the gradients of these weights and biases go, (D,) each."""
+
+    def release(self) -> None:
+        """Frees what grows with the number of tokens."""
+
+    def open_block(self, block: int) -> Tensor | None:
+        """Called before the sums of a block of rows. With a softmax returns (B, 2, T), for each sum
+        the first two of ``stats``, which are those of no states yet."""
+
+    mix: Callable[["DepthPass", FarPass, Tensor, bool], None]
+    """(run, far, sums, add). Forward: writes the sums of earlier states to ``sums`` (B, T, D), or
+    adds to them."""
+    forward: Callable[[Push, RowNorm, Pair, Pair], None]
+    """(push, norm, (branch, residual), (x, out)). One boundary: stores what is pushed as state k,
+    and computes row k and the norm behind it. Without a branch the state is there."""
+    pull: Callable[["DepthPass", FarPass, Stored, Tensor, bool], None]
+    """(run, far, gradients, sums, add). Backward: writes what later rows give to the gradients of
+    states to ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it."""
+    backward: Callable[[Push, RowNorm, RowGrads], None]
+    """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
+    begin_grads: Callable[[], None]
+    """Called where backward begins: sets the gradients of the parameters to 0."""
+    take_grads: Callable[[], tuple[Tensor | None, ...]]
+    """Returns the gradients of the parameters and keeps none."""
+
+
+class BlockSums:
+    """The sums of one block (B, T, D), and its first row or state; -1 for no block."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self.sums: Tensor | None = None
+        self.start = -1
+        self.of: tuple[Tensor, ...] = ()
+        """Each sum (T, D)."""
+
+    def open(self, block: int, like: Tensor) -> Tensor:
+        """The buffer, for states like ``like`` (T, D)."""
+        if self.sums is None:
+            self.sums = empty_slots(block, like)
+            self.of = self.sums.unbind(0)
+        return self.sums
+
+
+class DepthPass:
+    """The buffers and the bookkeeping of one forward pass of a connection, and of its backward.
+
+    Args:
+        owner: the connection.
+        weights: how its rows weigh the states.
+        schedule: which row reads which state when.
+        inplace: whether gradients overwrite states.
+        begun: what rows begin with in a stage of a pipeline.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        weights: DepthWeights,
+        schedule: Schedule,
+        inplace: bool,
+        begun: Begun | None = None,
+    ):
+        self.owner, self.weights, self.schedule = owner, weights, schedule
+        self.inplace, self.begun = inplace, begun
+        self.rows, self.running = schedule.rows, owner.running
+        # After the last state come rows that other stages go on with.
+        self.later = range(self.rows, len(schedule.reads))
+        self.later_grads: Tensor | None = None
+        self.pushed = 0
+        self.states: Tensor | None = None
+        # Of the norms behind rows.
+        self._out_mean: tuple[Tensor, ...] | None = None
+        self._out_rstd: tuple[Tensor, ...] | None = None
+        self._seeds: tuple[Tensor, ...] | None = None
+        self._seeds_drawn_by = -1
+        # P of the rows of one block, and Q of the states of one.
+        self._ahead, self._pulled = BlockSums(), BlockSums()
+        # The lowest boundary with an autograd node. Backward reaches it last.
+        self.lowest = self.rows
+        # Whether checkpointing may read a state below that one.
+        self.needed_below = False
+        # Backward: the graph task that is running, and the rows whose gradient it has stored.
+        self.task: int | None = None
+        self._live: set[int] = set()
+        self.grads: Tensor | None = None
+        # The gradient of row l is stored at l + first_grad. In place that is the slot of z_{l+1}.
+        self.first_grad = int(inplace)
+        # What state k + 1, where it contains state k, adds to the gradient of state k.
+        self._carried: Tensor | None = None
+        # Which states gradients have overwritten, and whether the whole buffer is freed.
+        self._overwritten = [False] * (self.rows + 1)
+        self.released = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and partial sums that are alive now."""
+        buffers = (self.states, self._ahead.sums, self._pulled.sums)
+        sizes = (b.numel() * b.element_size() for b in buffers if b is not None)
+        return sum(sizes) + self.weights.nbytes
+
+    @property
+    def any_learns(self) -> bool:
+        """Whether the pass has gradients that belong to no state."""
+        return self.weights.learns or (self.begun is not None and self.begun.learns)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def open_slot(self, k: int, y: Tensor) -> None:
+        """Makes room for state k, shaped like y (T, D)."""
+        if self.released or (self.task is not None and any(self._overwritten)):
+            raise RuntimeError(
+                "DepthHistory: a backward pass has overwritten states, so no further state can be "
+                "pushed; use DepthHistory(inplace=False), or a new history"
+            )
+        if self.states is None:
+            # In place g_l is stored in slot l + 1, so the last row needs one more slot.
+            self.states = empty_slots(self.rows + self.first_grad, y)
+            if y.device.type == "cpu" and backend.compiled():
+                # Any backend's states gain from large pages.
+                torch.ops.deepfast.advise_states(self.states)
+        self.pushed = k + 1
+
+    def partial(self, row: int) -> Tensor | None:
+        """P_row, the sum over the states before row's block; None in the first block.
+
+        The first call for a block computes the partial sums of all its rows.
+        """
+        (start, end), ahead = self.schedule.blocks[row], self._ahead
+        if ahead.start != start:
+            if not self.schedule.far_reads(start, end) and not self._begins(start, end):
+                return None
+            self._mix(ahead.open(self.schedule.block, self.states[0]), start, end)
+            ahead.start = start
+        return ahead.of[row - start]
+
+    def _begins(self, start: int, end: int) -> bool:
+        return self.begun is not None and self.begun.any(start, end)
+
+    def _mix(self, sums: Tensor, start: int, end: int) -> Tensor | None:
+        """Computes P of the rows [start, end) into sums (B, T, D). With a softmax returns what
+        `DepthWeights.open_block` does."""
+        passes = self.schedule.far_reads(start, end)
+        begins, stats = self._begins(start, end), self.weights.open_block(self.schedule.block)
+        accumulate = begins or not one_for_all(passes, end - start)
+        if begins:
+            self.begun.fill(sums, stats, start, end)
+        elif accumulate:
+            sums[: end - start].zero_()
+        for far in passes:
+            self.weights.mix(self, far, sums, accumulate)
+        return stats
+
+    def row_norm(self, k: int, given: tuple | None) -> RowNorm:
+        """The norm behind row k, the connection's own or else ``given``, with its statistics.
+
+        given: the fields of an `OutNorm`.
+        """
+        norm = self.weights.row_norms[k] or given
+        if norm is None:
+            return NO_NORM
+        tokens, rms, like = self.states.shape[1], norm[3], self.weights.like
+        if self._out_rstd is None:
+            self._out_rstd = like.new_empty(self.rows, tokens).unbind(0)
+        if self._out_mean is None and not rms:
+            self._out_mean = like.new_empty(self.rows, tokens).unbind(0)
+        return RowNorm(*norm, None if rms else self._out_mean[k], self._out_rstd[k])
+
+    def seed(self, k: int) -> Tensor:
+        """The seed of the dropout before state k.
+
+        The first call draws the seeds of all boundaries from the device's generator. When that
+        boundary is recomputed, it draws again, so that the generator advances as in forward.
+        """
+        if self._seeds is None or self._seeds_drawn_by == k:
+            seeds = torch.randint(2**62, (self.rows,), device=self.weights.like.device)
+            if self.owner.shards is not None:
+                self.owner.shards.agree(seeds)
+            if self._seeds is None:
+                self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
+        return self._seeds[k]
+
+    def later_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The rows after the last state, (R, T, D), and their lse (R, T)."""
+        self._ahead.clear()
+        out, lse = self.states.new_empty(len(self.later), *self.states.shape[1:]), []
+        for start in self.later[:: self.schedule.block]:
+            end = min(start + self.schedule.block, self.later.stop)
+            stats = self._mix(out[start - self.rows : end - self.rows], start, end)
+            if stats is not None:
+                lse.append(stats[: end - start, 0] + stats[: end - start, 1].log())
+        return out, torch.cat(lse) if lse else None
+
+    def end_forward(self, learning: bool) -> None:
+        """Called after the last push. Where nothing learns no state is read again."""
+        self._ahead.clear()
+        if not learning or self.lowest == self.rows:
+            self.release()
+
+    def release(self) -> None:
+        """Frees the states and everything else that grows with the number of tokens."""
+        self._ahead.clear()
+        self._pulled.clear()
+        self.weights.release()
+        self.states = self.grads = self._out_mean = self._out_rstd = self._carried = None
+        self.later_grads = None
+        self.released = True
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def check_task(self, task: int) -> None:
+        """Raises where a later backward pass has begun, which discards what this one has left."""
+        # Each graph task has a larger number than those that began before it.
+        if self.task is not None and task < self.task:
+            raise RuntimeError(
+                "DepthHistory: another backward pass through the same forward pass began before "
+                "this one ended; run them one after the other"
+            )
+
+    def check_readable(self, k: int) -> None:
+        """Raises where row k cannot be recomputed: a gradient has overwritten a state up to k."""
+        if self.released or any(self._overwritten[: k + 1]):
+            raise RuntimeError(OVERWRITTEN)
+
+    def _enter_task(self, task: int, k: int) -> None:
+        """Called where backward begins or goes on at state k."""
+        self.check_task(task)
+        new = task != self.task
+        # A new backward pass recomputes rows, and reads all the states below them.
+        if self.released or self._overwritten[k] or (new and any(self._overwritten[:k])):
+            raise RuntimeError(OVERWRITTEN)
+        if new:
+            # Discards what an earlier backward pass has left.
+            self.task, self._pulled.start, self._carried = task, -1, None
+            self.later_grads = None
+            self._live.clear()
+            self.take_parameter_grads()
+            self.weights.begin_grads()
+
+    def enter_later(
+        self, task: int, out: Tensor | None, lse: Tensor | None, g: Tensor, dlse: Tensor | None
+    ) -> None:
+        """Called when backward reaches the rows after the last state, with their gradients.
+
+        g, dlse: shaped like the results of `later_rows`; backward reads g until it ends.
+        """
+        self._enter_task(task, self.rows - 1)
+        self.later_grads = g
+        if lse is not None:
+            end_stats(self.weights.stats[self.rows :], out, lse, g, dlse)
+        if self.begun is not None:
+            for row in self.later:
+                self._add_begun(row, g[row - self.rows])
+
+    def _add_begun(self, row: int, g: Tensor) -> None:
+        stats = self.weights.stats
+        self.begun.add_grad(row, g, None if stats is None else stats[row])
+
+    def enter(self, k: int, task: int) -> None:
+        """Called when backward reaches boundary k in the graph task ``task``."""
+        self._enter_task(task, k)
+        if self.grads is None:
+            self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
+
+    def _far_pull(self, k: int) -> Tensor | None:
+        """Q_k, what the rows after k's block add to dz_k; None where no such row has a gradient.
+
+        The first call for a block computes it for all its states, with their part of dW.
+        """
+        (start, end), pulled = self.schedule.blocks[k], self._pulled
+        if end == self.rows and self.later_grads is None:
+            return None
+        if pulled.start != start:
+            # Backward may have started inside this block. Then it reaches no state after k.
+            stop = k + 1
+            live = tuple(r for r in range(end, self.rows) if r in self._live)
+            later = () if self.later_grads is None else self.later
+            passes = self.schedule.far_readers(start, stop, live)
+            passes_of_later = self.schedule.far_readers(start, stop, later)
+            if not passes and not passes_of_later:
+                return None
+            sums = pulled.open(self.schedule.block, self.states[0])
+            accumulate = not one_for_all(passes + passes_of_later, stop - start)
+            if accumulate:
+                sums[: stop - start].zero_()
+            for far in passes:
+                self.weights.pull(self, far, (self.grads, self.first_grad), sums, accumulate)
+            for far in passes_of_later:
+                self.weights.pull(self, far, (self.later_grads, -self.rows), sums, accumulate)
+            pulled.start = start
+        return pulled.of[k - start]
+
+    def backward(self, push: Push, norm: RowNorm, given: Pair, pushed: Pair, dnorm: Pair) -> None:
+        """Boundary k: stores g_k and writes the gradients of what was pushed, and of the norm.
+
+        given: the gradients (T, D) of the row and of its norm's result.
+        pushed, dnorm: where those of branch and residual, and of the norm's weight and bias go.
+        """
+        k, carried = push.k, self._carried
+        far, self._carried = self._far_pull(k), None
+        if carried is not None:
+            far = carried if far is None else far.add_(carried)
+        dbranch, dresidual = pushed
+        written = dresidual
+        if self.running[k]:
+            # A tensor of its own, because callers may modify the gradients that they get.
+            written = self._carried = torch.empty_like(self.states[k])
+        near = self.schedule.near_readers(k, self._live)
+        grads = RowGrads(*given, near, far, dbranch, written, *dnorm)
+        self.weights.backward(push, norm, grads)
+        if self.running[k] and dresidual is not None:
+            dresidual.copy_(written)
+        self._leave(k)
+
+    def _leave(self, k: int) -> None:
+        """Boundary k has stored g_k, in place over state k + 1."""
+        self._live.add(k)
+        if self.begun is not None:
+            self._add_begun(k, self.grads[k + self.first_grad])
+        if self.inplace:
+            # This boundary was the last to read state k: its slot is free for g_{k-1}.
+            self._overwritten[k] = self._overwritten[k + 1] = True
+        if k == self.lowest and not self.needed_below:
+            self._ahead.clear()
+            self._pulled.clear()
+            if self.inplace:
+                self.release()
+
+    def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the connection's parameters, and of what rows begin with, and
+        keeps none."""
+        begun = (None, None) if self.begun is None else self.begun.take_grads()
+        return *self.weights.take_grads(), *begun
