@@ -1,58 +1,152 @@
-"""A stack of cheap layers around a DLCL, and the same stack without the engine."""
+"""A stack of cheap layers around a depth connection, and the connection in plain torch."""
 
 import contextlib
+import copy
 import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from tests.nn.written_out import attention_row
 
 LAYERS, DIM, TOKENS = 9, 12, 5
+CONNECTIONS = {
+    "dlcl": (DLCL, {}),
+    "post-norm": (DLCL, {"norm": "post"}),
+    "attnres": (AttentionResiduals, {}),
+    "block_attnres": (AttentionResiduals, {"block": 3}),
+    "relu": (AttentionResiduals, {"weights": "relu"}),
+}
+EACH = pytest.mark.parametrize("name", CONNECTIONS)
 MODES = pytest.mark.parametrize("inplace", [True, False])
+NORMS = ["pre", "post", "pre rms", "post rms", None]
+WEIGHTS = ["scalar", "group", "vector"]
+
+
+def form(norm, weight="scalar", dim=DIM):
+    """The options of a DLCL: where its norms are, of which kind, and the shape of its weights."""
+    where, _, kind = (norm or "").partition(" ")
+    groups = max(1, min(5, dim - 1)) if weight == "group" else None
+    return {"norm": where or None, "norm_kind": kind or "layer", "weight": weight, "groups": groups}
+
+
+def applied_weight(m, weight):
+    """W as the design defines it: the pattern, the softmax, the groups. Independent of `DLCL`."""
+    rows = weight.shape[0]
+    row, k = torch.arange(rows).view(-1, 1), torch.arange(rows).view(1, -1)
+    age = row - k
+    mask = (age >= 0) & (age < (m.window or rows)) & (age % m.dilation == 0)
+    mask &= (row % m.period == 0) | (age == 0)
+    mask = mask.view(rows, rows, *(1,) * (weight.dim() - 2))
+    if m.softmax:
+        weight = weight.masked_fill(~mask, -torch.inf).softmax(1)
+    weight = weight.masked_fill(~mask, 0)
+    return weight[..., torch.arange(m.dim) % m.groups] if m.groups else weight
+
+
+class Plain:
+    """In place of a history: keeps what is pushed, and computes every row from all of it.
+
+    dtype: of the arithmetic; None for that of the parameters.
+    """
+
+    def __init__(self, m, dtype=None):
+        self.m, self.pushed = m, []
+        self.p = {name: p if dtype is None else p.to(dtype) for name, p in m.named_parameters()}
+        if isinstance(m, DLCL):
+            w = applied_weight(m, self.p["weight"])
+            self.w = w.unsqueeze(-1) if w.dim() == 2 else w
+
+    def norm(self, x, k):
+        m, p = self.m, self.p
+        if k == 0 and not m.normalize_embedding:
+            return x
+        if m.norm_kind == "rms":
+            return F.rms_norm(x, (m.dim,), p["norm_weight"][k], m.eps)
+        return F.layer_norm(x, (m.dim,), p["norm_weight"][k], p["norm_bias"][k], m.eps)
+
+    def push(self, y):
+        m, k = self.m, len(self.pushed)
+        self.pushed.append(self.norm(y, k) if m.norm == "pre" else y)
+        if isinstance(m, AttentionResiduals):
+            return attention_row(m, self.pushed, k)
+        x = (torch.stack(self.pushed) * self.w[k, : k + 1].unsqueeze(1)).sum(0)
+        return self.norm(x, k) if m.norm == "post" else x
 
 
 class Stack(nn.Module):
-    """Cheap layers around a DLCL."""
+    """``y_0 = embedding``, ``y_{l+1} = tanh(scale_l * x_{l+1})``, a depth connection between."""
 
-    def __init__(self, layers=LAYERS, dim=DIM, **options):
+    def __init__(self, name="dlcl", layers=LAYERS, dim=DIM, **options):
         super().__init__()
-        self.dlcl = DLCL(layers, dim, **options)
+        make, own = CONNECTIONS[name]
+        self.depth = make(layers, dim, **own | options)
         self.scales = nn.Parameter(1 + 0.1 * torch.randn(layers, dim))
         with torch.no_grad():
-            # With norm weights of one the sum of a layer-norm's output is constant: no gradient.
-            for p in self.dlcl.parameters():
-                p.mul_(1 + 0.3 * torch.randn_like(p))
+            for key, p in self.depth.named_parameters():
+                if make is AttentionResiduals:
+                    p.add_(torch.randn_like(p))
+                elif p.requires_grad:
+                    p.mul_(1 + 0.3 * torch.randn_like(p))
+                    # Also outside the pattern, where it must not be read.
+                    p.add_(0.1 / (layers + 1) * torch.randn_like(p) if key == "weight" else 0)
+                    p.add_(0.1 * torch.randn_like(p) if key == "norm_bias" else 0)
+
+    def plain(self, dtype=None):
+        return Plain(self.depth, dtype)
+
+    def push(self, y, history, **call):
+        plain = isinstance(history, Plain)
+        return history.push(y) if plain else self.depth(y, history, **call)
+
+    def layer(self, k, x):
+        return torch.tanh(x * self.scales[k].to(x.dtype))
 
     def xs(self, y, history):
         """Every x_1 .. x_{L+1}."""
-        xs = [self.dlcl(y, history)]
-        for scale in self.scales:
-            xs.append(self.dlcl(torch.tanh(xs[-1] * scale), history))
+        xs = [self.push(y, history)]
+        for k in range(len(self.scales)):
+            xs.append(self.push(self.layer(k, xs[-1]), history))
         return xs
 
     def forward(self, y, history):
         return self.xs(y, history)[-1]
 
 
-def plain_xs(stack, y):
-    """The same without the engine: plain autograd through everything (pre-norm)."""
-    d, z, xs = stack.dlcl, [], []
-    w = d.effective_weight()
-    for row in range(d.num_layers + 1):
-        state = y if row == 0 else torch.tanh(xs[-1] * stack.scales[row - 1])
-        if row and d.norm == "pre":
-            state = nn.functional.layer_norm(
-                state, (d.dim,), d.norm_weight[row], d.norm_bias[row], d.eps
-            )
-        z.append(state)
-        xs.append(sum(w[row, k] * z[k] for k in range(row + 1)))
-    return xs
+def results(stack, history, y, dout):
+    """The output and every gradient by name."""
+    y = y.detach().clone().requires_grad_()
+    stack.zero_grad()
+    out = stack(y, history)
+    out.backward(dout.to(out.dtype))
+    grads = {name: p.grad for name, p in stack.named_parameters() if p.requires_grad}
+    return {"out": out.detach(), "y": y.grad} | grads
 
 
-def leaf(*shape):
-    return torch.randn(shape or (TOKENS, DIM), requires_grad=True)
+def compare(tolerances, stack, dtype=torch.float32, *, y=None, tokens=3, **history):
+    """The engine against plain torch in the same dtype and in float64; returns its results."""
+    y = torch.randn(tokens, stack.depth.dim) if y is None else y
+    y, dout = y.to(dtype), torch.randn(y.shape)
+    other, exactly = copy.deepcopy(stack), copy.deepcopy(stack).double()
+    stack = stack.double() if dtype == torch.float64 else stack
+    plain = tolerances.plain_dtype(dtype)
+    got = results(stack, DepthHistory(**history), y, dout)
+    in_dtype = results(other, other.plain(plain), y.to(plain), dout)
+    exact = results(exactly, exactly.plain(), y.double(), dout)
+    tolerances.assert_all_accurate(got, in_dtype, exact, dtype)
+    return got
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(shape or (TOKENS, DIM), dtype=dtype, requires_grad=True)
+
+
+def exact(name, backend, **options):
+    """A stack in float64 and an embedding, for comparisons with the plain form."""
+    return Stack(name, backend=backend, **options).double(), leaf(dtype=torch.float64)
 
 
 def history(inplace=True):
@@ -70,6 +164,10 @@ def no_gc():
         gc.enable()
 
 
-def assert_equal(got, want):
+def assert_close(got, want):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def assert_equal(got, want):
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

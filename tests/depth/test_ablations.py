@@ -70,28 +70,6 @@ def test_a_recipe_s_encoder_is_the_naive_loop(name, norm):
     assert ("connection.dlcl.norm_weight" in model.state_dict()) is not bare
 
 
-@NORMS
-def test_frozen_identity_without_layer_norm_is_the_plain_stack(norm):
-    mixed, x = encoder("plain stack", norm), leaf(2, 4, DIM)
-    plain = TransformerEncoder(LAYERS, DIM, HEADS, FFN, connection="residual", norm=norm, dropout=0)
-    weights = mixed.state_dict()
-    del weights["connection.dlcl.weight"]
-    plain.load_state_dict(weights)
-    results = []
-    for model in (mixed, plain):
-        x.grad = None
-        y = model(x)
-        y.square().sum().backward()
-        grads = {k: p.grad for k, p in model.named_parameters() if p.requires_grad}
-        results.append((y, x.grad, grads))
-    (y, dx, grads), (plain_y, plain_dx, plain_grads) = results
-    assert torch.equal(y, plain_y)
-    torch.testing.assert_close(dx, plain_dx, rtol=1e-5, atol=1e-6)
-    assert grads.keys() == plain_grads.keys()
-    for key, gradient in plain_grads.items():
-        torch.testing.assert_close(grads[key], gradient, rtol=1e-4, atol=1e-5, msg=key)
-
-
 @pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (7, 1)])
 def test_denseformer_is_the_paper_s(dilation, period):
     model = TransformerEncoder(

@@ -1,74 +1,112 @@
 """DepthHistory: several passes at once, passes that end early, and what memory they hold."""
 
 import contextlib
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.nn import DLCL, DepthHistory
 from tests.depth.stack import (
     DIM,
+    EACH,
     LAYERS,
     MODES,
     TOKENS,
     Stack,
+    assert_close,
     assert_equal,
+    exact,
     history,
     leaf,
     no_gc,
-    plain_xs,
 )
 
 
+@EACH
 @MODES
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_before_a_backward(backend, inplace, order):
-    stack, ys = Stack(backend=backend), [leaf(), leaf()]
-    alone = []
-    for y in ys:
-        stack.zero_grad()
-        out = stack(y, history(inplace))
-        alone.append((out, torch.autograd.grad(out.square().sum(), (y, *stack.parameters()))))
-    outs = [stack(y, history(inplace)) for y in ys]
-    for i in order:
-        got = torch.autograd.grad(outs[i].square().sum(), (ys[i], *stack.parameters()))
-        assert torch.equal(outs[i], alone[i][0])
-        assert all(torch.equal(a, b) for a, b in zip(got, alone[i][1], strict=True))
+@pytest.mark.parametrize("order", ["together", (0, 1), (1, 0)], ids=str)
+def test_two_forwards_before_a_backward(backend, name, inplace, order):
+    """Pushed layer by layer, first one and then the other."""
+    stack, ys = Stack(name, backend=backend), [leaf(), leaf()]
+    leaves = [*ys, *stack.parameters()]
+
+    def gradients(outs):
+        losses = [outs[0].sum() + outs[1].sum()]
+        if order != "together":
+            losses = [outs[i].square().sum() for i in order]
+        each = [torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in losses]
+        return [sum(grads) for grads in zip(*each, strict=True)]
+
+    alone = [stack(y, history(inplace)) for y in ys]
+    want = gradients(alone)
+    histories = [history(inplace), history(inplace)]
+    xs = [stack.push(y, h) for y, h in zip(ys, histories, strict=True)]
+    for k in range(LAYERS):
+        xs = [stack.push(stack.layer(k, x), h) for x, h in zip(xs, histories, strict=True)]
+    assert_equal(xs, alone)
+    assert_close(gradients(xs), want)
 
 
-def test_two_forwards_interleaved_layer_by_layer(backend):
-    stack, ys = Stack(backend=backend), [leaf(), leaf()]
-    alone = [stack(y, history()) for y in ys]
-    want = torch.autograd.grad(alone[0].sum() + alone[1].sum(), (*ys, *stack.parameters()))
-    histories = [history(), history()]
-    xs = [stack.dlcl(y, h) for y, h in zip(ys, histories, strict=True)]
-    for scale in stack.scales:
-        xs = [stack.dlcl(torch.tanh(x * scale), h) for x, h in zip(xs, histories, strict=True)]
-    got = torch.autograd.grad(xs[0].sum() + xs[1].sum(), (*ys, *stack.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(xs, alone, strict=True))
-    assert_equal(got, want)
-
-
-def test_one_stack_feeding_another(backend):
+@EACH
+def test_one_stack_feeding_another(backend, name):
     """Encoder and decoder: two histories in one graph."""
-    a, b, y = Stack(backend=backend), Stack(backend=backend), leaf()
-    out = b(a(y, history()), history())
-    got = torch.autograd.grad(out.sum(), (y, *a.parameters(), *b.parameters()))
-    out = plain_xs(b, plain_xs(a, y)[-1])[-1]
-    # The plain form has no norms of index 0.
-    want = torch.autograd.grad(out.sum(), (y, *a.parameters(), *b.parameters()))
-    assert_equal(got, want)
+    (a, y), (b, _) = exact(name, backend), exact(name, backend)
+    leaves = (y, *a.parameters(), *b.parameters())
+    outs = b(a(y, history()), history()), b(a(y, a.plain()), b.plain())
+    got, want = (torch.autograd.grad(out.sum(), leaves) for out in outs)
+    assert_close(got, want)
 
 
+def test_threads_that_share_a_stack(backend):
+    """The first thread that needs a schedule makes it; no thread sees an incomplete one."""
+    exact, y = Stack(layers=30, backend=backend), torch.randn(3, DIM)
+    expected = exact(y, history())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            stack = Stack(layers=30, backend=backend)
+            stack.load_state_dict(exact.state_dict())
+            with ThreadPoolExecutor(4) as pool:
+                outs = list(pool.map(lambda _, s=stack: s(y, history()), range(4)))
+            assert_equal(outs, [expected] * 4)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@EACH
+def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
+    stack, fresh, y = Stack(name, backend=backend), Stack(name, backend=backend), leaf()
+    with torch.inference_mode():
+        stack(y, history())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stack(torch.randn(TOKENS, DIM), history())
+    fresh.load_state_dict(stack.state_dict())
+    out = stack(y, history())
+    assert torch.equal(out, fresh(y, history()))
+    out.sum().backward()
+
+
+# ---- what is alive when -------------------------------------------------------------------------
+
+
+def states(h):
+    return weakref.ref(h.state.states)
+
+
+@EACH
 @MODES
-def test_a_backward_that_never_comes(backend, inplace):
-    stack, y = Stack(backend=backend), leaf()
+def test_a_backward_that_never_comes(backend, name, inplace):
+    stack, y = Stack(name, backend=backend), leaf()
     with no_gc():
         h = history(inplace)
         out = stack(y, h)
-        alive = weakref.ref(h.state.states)
+        alive = states(h)
         del h
         assert alive() is not None, "the graph still needs the states"
         del out
@@ -87,208 +125,129 @@ def test_a_history_does_not_hold_the_graph(backend):
     assert len(h) == LAYERS + 1
 
 
-def test_a_pass_given_up_half_way(backend):
+@pytest.mark.parametrize("learning", [True, False])
+def test_a_pass_given_up_half_way(backend, learning):
     stack, y = Stack(backend=backend), leaf()
-    with no_gc():
+    with no_gc(), torch.set_grad_enabled(learning):
         h = history()
-        x = stack.dlcl(y, h)
-        x = stack.dlcl(torch.tanh(x), h)
-        alive = weakref.ref(h.state.states)
+        x = stack.push(torch.tanh(stack.push(y, h)), h)
+        alive = states(h)
         del h, x
         assert alive() is None
 
 
-def test_no_grad(backend):
-    stack, y = Stack(backend=backend), leaf()
-    want = stack(y, history())
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert torch.equal(stack(y, history()), want)
-
-
+@EACH
 @MODES
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_without_gradients_the_last_push_frees_the_states(backend, inplace, context, norm):
+def test_without_gradients_the_last_push_frees_the_states(backend, name, inplace, context):
     """The caller keeps the history and the output."""
-    stack, y = Stack(norm=norm, backend=backend), leaf()
+    stack, y = Stack(name, backend=backend), leaf()
+    want = stack(y, history())
     with no_gc(), context():
-        h, x = history(inplace), y
-        for k in range(LAYERS + 1):
-            x = stack.dlcl(x, h)
-            if k == 0:
-                alive = weakref.ref(h.state.states)
-            assert (h.nbytes > 0) == (k < LAYERS)
+        h = history(inplace)
+        x = stack.push(y, h)
+        alive = states(h)
+        for k in range(LAYERS):
+            assert h.nbytes > 0
+            x = stack.push(stack.layer(k, x), h)
         assert alive() is None
-        assert len(h) == LAYERS + 1
-        assert torch.isfinite(x).all()
+        assert (h.nbytes, len(h)) == (0, LAYERS + 1)
+        assert torch.equal(x, want)
         with pytest.raises(RuntimeError, match="new DepthHistory"):
-            stack.dlcl(x, h)
+            stack.push(x, h)
 
 
 @MODES
-def test_where_nothing_learns_the_last_push_frees_the_states(backend, inplace):
-    stack, h = Stack(backend=backend).requires_grad_(False), history(inplace)
-    assert not stack(leaf().detach(), h).requires_grad
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_where_no_boundary_learns_the_last_push_frees_the_states(backend, inplace, checkpointed):
+    """Nothing learns (None), or a loss beside each layer alone."""
+    stack, y, h = Stack(backend=backend), leaf().detach(), history(inplace)
+    stack.depth.requires_grad_(False)
+    stack.scales.requires_grad_(checkpointed is not None)
+
+    def layer(x, k):
+        loss = torch.tanh(x * stack.scales[k]).square().sum()
+        return stack.push(torch.tanh(x), h, index=k + 1), loss
+
+    x, losses = stack.push(y, h), []
+    for k in range(LAYERS):
+        if checkpointed:
+            x, loss = checkpoint(layer, x, k, use_reentrant=False)
+        else:
+            x, loss = layer(x, k)
+        losses.append(loss)
+    assert not x.requires_grad
     assert h.nbytes == 0
+    if checkpointed is not None:
+        (grad,) = torch.autograd.grad(sum(losses), [stack.scales])
+        x, plain = y, stack.plain()
+        for k in range(LAYERS):
+            x = plain.push(x if k == 0 else torch.tanh(x))
+            losses[k] = torch.tanh(x * stack.scales[k]).square().sum()
+        torch.testing.assert_close(grad, torch.autograd.grad(sum(losses), [stack.scales])[0])
 
 
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        raise KeyError("layer 5")
+
+
+@EACH
 @MODES
-def test_where_only_a_loss_of_a_checkpointed_layer_learns(backend, inplace):
-    """No boundary has a gradient, so the last push frees the states."""
-    stack, y, results = Stack(backend=backend), leaf().detach(), []
-    stack.dlcl.requires_grad_(False)
-
-    def layer(x, scale, k, h):
-        loss = torch.tanh(x * scale).square().sum()
-        return stack.dlcl(torch.tanh(x), h, index=k), loss
-
-    for checkpointed in (False, True):
-        h, losses = history(inplace), []
-        x = stack.dlcl(y, h)
-        for k, scale in enumerate(stack.scales, 1):
-            if checkpointed:
-                x, loss = checkpoint(layer, x, scale, k, h, use_reentrant=False)
-            else:
-                x, loss = layer(x, scale, k, h)
-            losses.append(loss)
-        results += torch.autograd.grad(sum(losses), [stack.scales])
-    assert_equal(results[1:], results[:1])
-
-
-def test_a_pass_without_gradients_given_up_half_way(backend):
-    stack = Stack(backend=backend)
-    with no_gc(), torch.no_grad():
-        h = history()
-        stack.dlcl(leaf(), h)
-        alive = weakref.ref(h.state.states)
-        del h
-        assert alive() is None
-
-
-@MODES
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_an_exception_in_a_layer(backend, inplace, checkpointed):
-    stack, y = Stack(backend=backend), leaf()
-    out = stack(y, history(inplace))
-    want = torch.autograd.grad(out.sum(), (y, *stack.parameters()))
+@pytest.mark.parametrize("where", ["forward", "checkpointed forward", "backward"])
+def test_an_exception_in_a_layer(backend, name, inplace, where):
+    stack, y = Stack(name, backend=backend), leaf()
+    leaves = (y, *stack.parameters())
+    want = torch.autograd.grad(stack(y, history(inplace)).sum(), leaves)
+    checkpointed = where == "checkpointed forward"
 
     def broken(h):
-        x = stack.dlcl(y, h)
-        for k in range(1, 5):
-            f = lambda x, k=k: torch.tanh(stack.dlcl(x, h, index=k))  # noqa: E731
+        x = stack.push(y, h)
+        for k in range(1, LAYERS + 1):
+            if k == 5 and where != "backward":
+                raise KeyError("layer 5")
+            x = Broken.apply(x) if k == 5 else x
+            f = lambda x, k=k: torch.tanh(stack.push(x, h, index=k))  # noqa: E731
             x = checkpoint(f, x, use_reentrant=False) if checkpointed else f(x)
-        raise KeyError("layer 5")
+        x.sum().backward()
 
     with no_gc():
         h = history(inplace)
         # A checkpointed function refers to h and h to the graph. Leaving the block closes h.
         with pytest.raises(KeyError), h if checkpointed else contextlib.nullcontext():
             broken(h)
-        alive = weakref.ref(h.state.states)
+        alive = states(h)
         del h
         assert alive() is None, "a broken pass holds its states"
-    out = stack(y, history(inplace))
-    assert_equal(torch.autograd.grad(out.sum(), (y, *stack.parameters())), want)
+    assert_close(torch.autograd.grad(stack(y, history(inplace)).sum(), leaves), want)
 
 
-@MODES
-def test_an_exception_in_backward(backend, inplace):
-    stack, y = Stack(backend=backend), leaf()
-
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dx):
-            raise KeyError("layer 5")
-
-    with no_gc():
-        h = history(inplace)
-        x = stack.dlcl(y, h)
-        for k in range(LAYERS):
-            x = stack.dlcl(torch.tanh(Broken.apply(x) if k == 5 else x), h)
-        with pytest.raises(KeyError):
-            x.sum().backward()
-        alive = weakref.ref(h.state.states)
-        del h, x
-        assert alive() is None
-    stack.zero_grad()
-    out = stack(y, history(inplace))
-    torch.autograd.grad(out.sum(), (y, *stack.parameters()))
-
-
-def test_threads_that_share_a_stack(backend):
-    """The first thread that needs a schedule makes it; no thread sees an incomplete one."""
-    import sys
-    from concurrent.futures import ThreadPoolExecutor
-
-    layers, y = 30, torch.randn(3, DIM)
-    exact = Stack(layers, backend=backend)
-    expected = exact(y, history())
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(3):
-            stack = Stack(layers, backend=backend)
-            stack.load_state_dict(exact.state_dict())
-            with ThreadPoolExecutor(4) as pool:
-                outs = list(pool.map(lambda _, s=stack: s(y, history()), range(4)))
-            for out in outs:
-                assert torch.equal(out, expected)
-    finally:
-        sys.setswitchinterval(before)
-
-
-def test_a_fake_or_inference_pass_leaves_nothing_behind(backend):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    stack, y = Stack(backend=backend), leaf()
-    with torch.inference_mode():
-        stack(y, history())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        stack(torch.randn(TOKENS, DIM), history())
-    fresh = Stack(backend=backend)
-    fresh.load_state_dict(stack.state_dict())
-    out, expected = stack(y, history()), fresh(y, history())
-    assert torch.equal(out, expected)
-    out.sum().backward()
-
-
-# ---- what is alive when -------------------------------------------------------------------------
-
-
-def test_nothing_is_alive_after_the_step(backend):
-    stack, y = Stack(backend=backend), leaf()
+@EACH
+@pytest.mark.parametrize("frozen", [None, "embedding", "connection", "all below layer 3"])
+def test_nothing_is_alive_after_the_step(backend, name, frozen):
+    """Where the first boundaries need no gradient, they have no autograd node that frees the
+    states."""
+    stack, y = Stack(name, backend=backend), leaf()
+    y.requires_grad_(frozen is None)
+    stack.depth.requires_grad_(frozen in (None, "embedding"))
     with no_gc():
         h = history()
-        loss = stack(y, h).square().sum()
-        alive = weakref.ref(h.state.states)
+        x = stack.push(y, h)
+        for k, scale in enumerate(stack.scales):
+            below = frozen == "all below layer 3" and k < 3
+            x = stack.push(torch.tanh(x * (scale.detach() if below else scale)), h)
+        loss = x.square().sum()
+        alive = states(h)
         assert h.nbytes > 0
         loss.backward()
         assert alive() is None, "the states outlive backward"
         assert h.nbytes == 0
         assert loss.grad_fn is not None
-
-
-@pytest.mark.parametrize("frozen", ["embedding", "embedding and W", "all below layer 3"])
-def test_nothing_is_alive_after_the_step_of_a_frozen_bottom(backend, frozen):
-    """The first boundaries need no gradient: they have no autograd node that frees the states."""
-    stack, y = Stack(norm=None, backend=backend), leaf().detach()
-    if frozen != "embedding":
-        stack.dlcl.weight.requires_grad_(False)
-    with no_gc():
-        h = history()
-        x = stack.dlcl(y, h)
-        for k, scale in enumerate(stack.scales):
-            a = scale.detach() if frozen == "all below layer 3" and k < 3 else scale
-            x = stack.dlcl(torch.tanh(x * a), h)
-        loss = x.square().sum()
-        alive = weakref.ref(h.state.states)
-        loss.backward()
-        assert alive() is None, "the states outlive backward"
 
 
 def test_the_bytes_of_a_step_are_its_gradients(meter):
@@ -308,8 +267,7 @@ def test_the_bytes_of_a_step_are_its_gradients(meter):
 def peak_of(meter, layers, block, *, backward):
     """Peak bytes, counted in states. The layers are additions, which save nothing."""
     tokens, dim = 64, 256
-    dlcl = DLCL(layers, dim, backend="cpu")
-    y = leaf(tokens, dim)
+    dlcl, y = DLCL(layers, dim, backend="cpu"), leaf(tokens, dim)
 
     def step():
         h = DepthHistory(block=block)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from deepfast import backend
-from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
+from deepfast.nn import DepthHistory, TransformerEncoder
+from tests.depth.stack import Stack, compare, results
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -31,38 +32,30 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "dtype"), CASES, ids=str)
-def test_a_chain_agrees(server, tolerances, chain, options, dtype):
+def test_a_chain_agrees(server, tolerances, options, dtype):
     """Blocks of two rows: far passes with one and with several blocks behind them."""
     with backend.record() as seen:
-        chain(4, 20, block=2, backend=server, **options).compare(tolerances, dtype)
+        compare(tolerances, Stack("dlcl", 4, 20, backend=server, **options), dtype, block=2)
     assert set(seen) == {("boundary", server)}
 
 
 def residuals(backend, dtype, options):
     """A chain with attention residuals: its output and every gradient by name."""
     torch.manual_seed(1)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    m = AttentionResiduals(6, 20, backend=backend, **options)
-    with torch.no_grad():
-        for p in m.parameters():
-            p.normal_(std=0.5)
-    m, scales = m.to(compute), 1 + 0.1 * torch.randn(6, 20)
-    x = torch.randn(3, 20).bfloat16().to(dtype).requires_grad_()
-    # Blocks of two rows: far passes with one and with several blocks behind them.
-    history = DepthHistory(block=2)
-    y = m(x, history)
-    for k, scale in enumerate(scales.to(dtype)):
-        y = m(torch.tanh(scale * y), history, residual=y, dropout_p=0.3, seed=k)
-    y.backward(torch.randn(3, 20).to(dtype))
-    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in m.named_parameters()}
+    stack = Stack("attnres", 4, 20, backend=backend, **options)
+    stack = stack.double() if dtype == torch.float64 else stack
+    y, dout = torch.randn(2, 3, 20).bfloat16().to(dtype)
+    plain = stack.push
+    stack.push = lambda y, h: plain(y, h, residual=y, dropout_p=0.3, seed=len(h))
+    return results(stack, DepthHistory(block=2), y, dout)
 
 
+ATTENTION = [{}, {"block": 2}, {"window": 3}, {"weights": "relu"}, {"norm_weight": True}]
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"block": 2}, {"window": 3}, {"weights": "relu"}, {"norm_weight": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", ATTENTION, ids=str)
 def test_attention_residuals_agree(tolerances, options, dtype):
     reason = backend.refusal("attention_boundary", "triton", "cpu", torch.float32)
     if reason is not None:
@@ -77,19 +70,15 @@ def test_attention_residuals_agree(tolerances, options, dtype):
 @pytest.mark.parametrize(
     "server", ["cuda", pytest.param("triton", marks=pytest.mark.exhaustive)], indirect=True
 )
-def test_more_than_32_sources(server, tolerances, chain):
-    chain(35, 8, tokens=2, backend=server).compare(tolerances, torch.float32)
+def test_more_than_32_sources(server, tolerances):
+    compare(tolerances, Stack("dlcl", 35, 8, backend=server), tokens=2)
 
 
 def test_no_tokens(server):
-    x = torch.randn(0, 16, requires_grad=True)
-    dlcl, history = DLCL(5, 16, backend=server), DepthHistory(block=2)
-    y = x
-    for _ in range(6):
-        y = dlcl(torch.tanh(y), history)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == (0, 16)
-    assert all(p.grad.eq(0).all() for p in dlcl.parameters())
+    stack, none = Stack("dlcl", 5, 16, backend=server), torch.randn(0, 16)
+    found = results(stack, DepthHistory(block=2), none, none)
+    assert found.pop("out").shape == found["y"].shape == (0, 16)
+    assert all(grad.eq(0).all() for grad in found.values())
 
 
 def test_a_whole_encoder_agrees(server):
@@ -116,14 +105,8 @@ def test_a_whole_encoder_agrees(server):
 
 
 def test_two_runs_give_the_same_bits(server):
-    def run():
-        torch.manual_seed(2)
-        dlcl, history = DLCL(4, 24, backend=server), DepthHistory(block=2)
-        x = torch.randn(5, 24, requires_grad=True)
-        y = x
-        for _ in range(5):
-            y = dlcl(torch.tanh(y), history, residual=y, dropout_p=0.3)
-        return torch.autograd.grad(y.square().sum(), [x, *dlcl.parameters()])
-
-    for a, b in zip(run(), run(), strict=True):
-        assert torch.equal(a, b)
+    stack, (y, dout) = Stack("dlcl", 4, 24, backend=server), torch.randn(2, 5, 24)
+    plain = stack.push
+    stack.push = lambda y, h: plain(y, h, residual=y, dropout_p=0.3, seed=len(h))
+    one, two = (results(stack, DepthHistory(block=2), y, dout) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in two)
