@@ -61,6 +61,13 @@ bool has_shape(const Tensor& t, Shape shape) {
   return true;
 }
 
+// A tensor without elements may have no memory, but a null pointer says that an operand is missing.
+void* data_of(const Tensor& t) {
+  alignas(64) static char nothing;
+  void* data = t.mutable_data_ptr();
+  return data != nullptr ? data : &nothing;
+}
+
 // Rows of (T, D), or of slots, are read with contiguous channels.
 bool has_channels(const Tensor& t) {
   const int64_t last = t.dim() - 1;
@@ -102,7 +109,7 @@ struct Arguments::Values {
     if (t == nullptr) return nullptr;
     if (!is_here(*t) || !has_shape(*t, shape) || t->scalar_type() != type || !t->is_contiguous())
       refuse(i, *t, shape, type, "contiguous");
-    return t->mutable_data_ptr();
+    return data_of(*t);
   }
   ScalarType compute() const {
     return storage == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -189,28 +196,27 @@ Matrix Arguments::matrix(int i, int64_t rows, int64_t columns) const {
   const Tensor* t = values_->tensor(i);
   if (t == nullptr) return {};
   values_->check_rows(i, *t, {rows, columns});
-  return {t->mutable_data_ptr(), t->stride(0)};
+  return {data_of(*t), t->stride(0)};
 }
 
 Slots Arguments::slots(int i, int64_t tokens, int64_t dim) const {
   const Tensor& t = *values_->tensor(i);
   const int64_t count = t.dim() == 3 ? t.size(0) : 0;
   values_->check_rows(i, t, {count, tokens, dim});
-  return {t.mutable_data_ptr(), count, t.stride(0), t.stride(1),
-          static_cast<int64_t>(t.element_size())};
+  return {data_of(t), count, t.stride(0), t.stride(1), static_cast<int64_t>(t.element_size())};
 }
 
 Heads Arguments::heads(int i, int64_t tokens, int64_t heads, int64_t dim) const {
   const Tensor& t = *values_->tensor(i);
   values_->check_rows(i, t, {tokens, heads, dim});
-  return {t.mutable_data_ptr(), t.stride(0), t.stride(1)};
+  return {data_of(t), t.stride(0), t.stride(1)};
 }
 
 Matrices Arguments::matrices(int i, int64_t rows, int64_t columns) const {
   auto& list = values_->lists.emplace_back();
   for (const Tensor& t : std::get<Tensors>(values_->all[i])) {
     values_->check_rows(i, t, {rows, columns});
-    list.push_back({t.mutable_data_ptr(), t.stride(0)});
+    list.push_back({data_of(t), t.stride(0)});
   }
   return {list.data(), static_cast<int64_t>(list.size())};
 }
