@@ -247,7 +247,7 @@ def test_the_build_with_cuda(monkeypatch, build):
     monkeypatch.setattr(build, "find_nvcc", lambda: "/there/nvcc")
     monkeypatch.setattr(build, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))
     monkeypatch.setattr(build, "cuda_libraries", lambda _: [Path("/there/lib64")])
-    text = build.ninja_file("g++", Path("target.so"))
+    text = build.ninja_file("g++", Path("target.so"), Path("build"))
     sources = {path.stem for path in (CSRC / "cuda").glob("*.cu")}
     assert sources == set(re.findall(r"^build (\w+)_cuda\.o: cuda ", text, re.MULTILINE))
     for code in ("sm_80", "sm_90", "sm_100", "compute_100"):
@@ -256,7 +256,7 @@ def test_the_build_with_cuda(monkeypatch, build):
     link = next(line for line in text.splitlines() if "-shared" in line)
     assert "-lcudart_static" in link
     monkeypatch.setattr(build, "cuda_refusal", lambda: "there is none")
-    without = build.ninja_file("g++", Path("target.so"))
+    without = build.ninja_file("g++", Path("target.so"), Path("build"))
     assert "cuda " not in without
     assert "there is none" in without
 

@@ -104,7 +104,6 @@ class DepthHistory:
         return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"
 
 
-@common.traced_as("boundary_parameters")
 class PerThread(threading.local):
     """Attributes that each thread sets for itself. They are neither copied nor pickled."""
 
@@ -129,6 +128,7 @@ class OpenPass(PerThread):
         self.history = None
 
 
+@common.traced_as("boundary_parameters")
 class Parameters(torch.autograd.Function):
     """The first token of a pass. Returns the parameters' gradients when backward ends.
 
