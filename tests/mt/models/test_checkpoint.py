@@ -142,7 +142,7 @@ def test_what_is_no_checkpoint(tmp_path, save, written, sentence):
         load_model(path)
 
 
-LACKS = object()
+LACKS = ...
 
 
 @pytest.mark.parametrize(
