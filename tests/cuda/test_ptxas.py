@@ -36,12 +36,12 @@ def report(request, ptxas, tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_kernel_has_a_fault(report):
     assert not report["faults"], "\n" + "\n".join(report["faults"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_is_of_these_kernels(report, ptxas):
     rewrite = "python tests/cuda/ptxas.py --write bench/results/ptxas.md"
     committed = {
@@ -59,7 +59,7 @@ def test_the_table_is_of_these_kernels(report, ptxas):
         assert int(row[column]) <= most, f"{key}: {row[column]} registers, at most {most}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_kernel_is_launched(report, ptxas):
     """A kernel that no case launches would not be tested."""
     column = ptxas.COLUMNS.index("threads")

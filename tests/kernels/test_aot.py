@@ -50,12 +50,12 @@ def kernel():
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_kernel_has_a_fault(report):
     assert not report["faults"], "\n" + "\n".join(report["faults"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_table_lists_what_is_launched(report, sass):
     jobs = set(map(tuple, report["jobs"]))
     committed = {k for k in sass.read_table(TABLE.read_text()) if (k[0], k[-1]) in jobs}
@@ -63,7 +63,7 @@ def test_table_lists_what_is_launched(report, sass):
     assert launched == committed, f"{TABLE.name} is not of these kernels; {REWRITE}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_launcher_has_a_case(report):
     launchers = {name for names in backend.OPS.values() for name in names}
     assert {case.split()[0] for case, _, _ in report["rows"]} == launchers
