@@ -166,14 +166,14 @@ class AttentionResiduals(DepthConnection):
         op = "attention_boundary"
         _, launch = backends.choose(op, self.backend, y.device, y.dtype, y.shape[-1])
         # Copies: a parameter changed before backward must not change this pass.
-        copies = (
+        own_query, own_bias = (
             None if p is None else p.detach().to(dtype, copy=True).contiguous()
             for p in (query, bias)
         )
         learns = query.requires_grad or (bias is not None and bias.requires_grad)
         tokens = y.numel() // self.dim
         weights = AttentionWeights(
-            launch, *copies, self.weights, self.eps, learning and learns, tokens
+            launch, own_query, own_bias, self.weights, self.eps, learning and learns, tokens
         )
         return weights, (query, bias)
 

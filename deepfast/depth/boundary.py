@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Push
+from deepfast.depth.depth_pass import DepthPass, OutNorm, Pair, Push
 from deepfast.ops import common
 
 
@@ -179,9 +179,10 @@ class _Boundary(torch.autograd.Function):
         # (T, D) tensor in place.
         x = common.empty_contiguous(branch) if push.want_x else None
         out = None if norm.rstd is None else common.empty_contiguous(branch)
-        results = x, out
+        results: Pair = x, out
         if branch_rows is not branch:
-            results = tuple(None if y is None else y.view(branch_rows.shape) for y in results)
+            x_rows, out_rows = (None if y is None else y.view(branch_rows.shape) for y in results)
+            results = x_rows, out_rows
         pushed = None if recomputed else branch_rows, residual_rows
         run.weights.forward(push, norm, pushed, results)
         if not recomputed and k < run.lowest:
@@ -226,7 +227,7 @@ class _Boundary(torch.autograd.Function):
         shared = push.dropout_p == 0 and need_branch and need_residual
         dbranch = states.new_empty(ctx.shape) if need_branch else None
         dresidual = states.new_empty(ctx.shape) if need_residual and not shared else None
-        dnorm = None, None
+        dnorm: Any = None, None
         if dout is not None and push.norm is None:
             dnorm = run.weights.row_norm_grads[k] or dnorm
         elif dout is not None:

@@ -25,7 +25,8 @@ class Call(NamedTuple):
 
     y: Tensor
     history: DepthHistory
-    index: int | None = None
+    k: int | None = None
+    """``index``, a name that tuples have taken."""
     residual: Tensor | None = None
     dropout_p: float = 0.0
     seed: int | Tensor | None = None
@@ -166,7 +167,7 @@ class DepthConnection(nn.Module):
             p, seed = 0.0, None
         norm = None if out_norm is None else (out_norm.eps, out_norm.rms)
         want_x = call.want_x and not (self.norm == "post" and self.has_norm(k))
-        push = Push(history.state, k, p, seed, want_x, norm, call.index is not None)
+        push = Push(history.state, k, p, seed, want_x, norm, call.k is not None)
         x, out = boundary(history, push, y, residual, out_norm)
         if out_norm is not None:
             return x, out
@@ -219,7 +220,7 @@ def _check_push(connection: DepthConnection, y: Tensor, residual: Tensor | None,
         checks.like(op, "residual", residual, "the branch", y)
     if out_norm is not None:
         _check_out_norm(connection, out_norm, y)
-    k = _check_index(connection, history, call.index)
+    k = _check_index(connection, history, call.k)
     if out_norm is not None and connection.norm == "post" and connection.has_norm(k):
         raise ValueError(f"{op}: a post-norm boundary has its own LN; out_norm must be None")
     return k

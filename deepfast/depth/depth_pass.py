@@ -119,8 +119,6 @@ class DepthWeights:
     stats: Tensor | None = None
     """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and
     <g, x>."""
-    nbytes = 0
-    """Bytes of what grows with the number of tokens, beside states and sums."""
 
     def __init__(self, launch: SimpleNamespace, like: Tensor, learns: bool):
         self.launch, self.like, self.learns = launch, like, learns
@@ -130,6 +128,11 @@ class DepthWeights:
         compute dtype."""
         self.row_norm_grads: Sequence[tuple | None] = nothing
         """Where the gradients of these weights and biases go, (D,) each."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what grows with the number of tokens, beside states and sums."""
+        return 0
 
     def release(self) -> None:
         """Frees what grows with the number of tokens."""
@@ -292,12 +295,16 @@ class DepthPass:
         norm = self.weights.row_norms[k] or given
         if norm is None:
             return NO_NORM
-        tokens, rms, like = self.states.shape[1], norm[3], self.weights.like
+        (weight, bias, eps, rms), like = norm, self.weights.like
+        tokens = self.states.shape[1]
         if self._out_rstd is None:
             self._out_rstd = like.new_empty(self.rows, tokens).unbind(0)
         if self._out_mean is None and not rms:
             self._out_mean = like.new_empty(self.rows, tokens).unbind(0)
-        return RowNorm(*norm, None if rms else self._out_mean[k], self._out_rstd[k])
+        weight, bias, eps, _ = norm
+        return RowNorm(
+            weight, bias, eps, rms, None if rms else self._out_mean[k], self._out_rstd[k]
+        )
 
     def seed(self, k: int) -> Tensor:
         """The seed of the dropout before state k.

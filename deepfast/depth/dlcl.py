@@ -186,23 +186,31 @@ class DLCL(DepthConnection):
         """A pass of ``connection`` with this W, and these weights and biases of norms."""
         dtype = compute_dtype(y.dtype)
         # Copies: a parameter changed before backward must not change this pass.
-        copy, *copies = (
+        copy, norm_weight, norm_bias = (
             None if p is None else p.detach().to(dtype, copy=True).contiguous()
             for p in (weight, *norms)
         )
         has = [connection.has_norm(k) for k in range(connection.rows)]
-        if copies[0] is not None:
+        if norm_weight is not None:
             # Kernels apply weight and bias to every state. Assigning a number may copy it from the
             # host, so it is assigned once.
             plain = has.index(True) if True in has else 0
-            copies[0][:plain].fill_(1.0)
-            if copies[1] is not None:
-                copies[1][:plain].zero_()
-        learns, *norms_learn = (p is not None and p.requires_grad for p in (weight, *norms))
-        rms, norms_learn = self.norm_kind == "rms", learning and any(norms_learn)
-        own = Norms(*copies, has, self.norm == "pre", self.eps, rms, norms_learn)
+            norm_weight[:plain].fill_(1.0)
+            if norm_bias is not None:
+                norm_bias[:plain].zero_()
+        own = Norms(
+            norm_weight,
+            norm_bias,
+            has,
+            before=self.norm == "pre",
+            eps=self.eps,
+            rms=self.norm_kind == "rms",
+            learns=learning and any(p is not None and p.requires_grad for p in norms),
+        )
         _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
-        weights = ConstantWeights(launch, copy, learning and learns, own, y.numel() // self.dim)
+        weights = ConstantWeights(
+            launch, copy, learning and weight.requires_grad, own, y.numel() // self.dim
+        )
         return weights, (weight, *norms)
 
     def traced_weights(self) -> Tensor:
@@ -238,8 +246,8 @@ class Norms(NamedTuple):
     def each(self, weight: Tensor, bias: Tensor | None) -> list[tuple | None]:
         """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
         biases = [None] * len(weight) if bias is None else bias.unbind(0)
-        pairs = zip(self.has, weight.unbind(0), biases, strict=False)
-        return [pair if has else None for has, *pair in pairs]
+        each = zip(self.has, weight.unbind(0), biases, strict=False)
+        return [(weight, bias) if has else None for has, weight, bias in each]
 
 
 class ConstantWeights(DepthWeights):

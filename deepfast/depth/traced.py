@@ -55,7 +55,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         raise RuntimeError(
             f"{connection.name}: this history's pass began outside torch.compile, or is closed"
         )
-    if call.index is not None and call.index != k:
+    if call.k is not None and call.k != k:
         raise RuntimeError(f"{connection.name}: layer called out of order inside torch.compile")
     history.owner = connection
     if history.traced_weight is None:

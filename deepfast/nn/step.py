@@ -92,7 +92,7 @@ class LayerStep:
         c = F.linear(c, *self.cross_out)
         n = self._norm(1, c, n if self.post else a)
         h = F.linear(n, self.up)
-        self.activate(h, self.up_bias, self.kind, 0.0, None, h)
+        self.activate(h=h, bias=self.up_bias, kind=self.kind, dropout_p=0.0, out=h)
         f = F.linear(h, *self.down)
         return self._norm(2, f, n) if self.post else (c, f)
 
@@ -101,5 +101,8 @@ class LayerStep:
         weight, bias, eps, rms = self.norms[number]
         y, rstd = torch.empty_like(x), x.new_empty(len(x), dtype=self.dtype)
         mean = None if rms else torch.empty_like(rstd)
-        self.norm(x, residual, weight, bias, eps, rms, 0.0, None, x, y, mean, rstd)
+        self.norm(
+            x=x, residual=residual, weight=weight, bias=bias, eps=eps, rms=rms, dropout_p=0.0,
+            sum=x, y=y, mean=mean, rstd=rstd,
+        )  # fmt: skip
         return y

@@ -171,6 +171,8 @@ def test_a_setting_reaches_the_kernel_and_ends():
     tile, kernel, seen = layer_norm.forward_tile, mix_rows.mix_rows_dot_kernel, []
 
     class Kernel:
+        arg_names = ()
+
         def __getitem__(self, grid):
             return lambda *args, **options: seen.append((grid, args, options))
 
