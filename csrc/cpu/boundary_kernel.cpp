@@ -1,28 +1,45 @@
-// Everything between two layers' matrix products, one token at a time. In order: residual and dropout, the source's layer-norm, the write of the state, the
-// recent states' share of the mix, and the next layer's first layer-norm. Each operand is read once
-// and each result is written once. Backward recomputes the mix from the states, so it is not
-// stored.
+// Everything between two layers' matrix products, one token at a time. In order: residual and
+// dropout, the source's layer-norm, the write of the state, the recent states' share of the mix, and
+// the next layer's first layer-norm. Each operand is read once and each result is written once.
+// Backward recomputes the mix from the states, so it is not stored.
 #include "boundary.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
+// A near source, with its addresses computed once for all tokens.
+template <class T>
+struct Source {
+  const T* state;  // at token 0
+  const compute_t<T>*norm_weight, *norm_bias, *weight;
+};
+
+template <class T, class Launch>
+void find_sources(const Launch& op, Source<T>* sources) {
+  using A = compute_t<T>;
+  for (int64_t i = 0; i < op.near.count; ++i) {
+    const int64_t j = op.near[i];
+    sources[i] = {row_of<T>(op.states, j, 0), at<A>(op.norm_weight, j * op.D),
+                  at<A>(op.norm_bias, j * op.D), weight_of<A>(op.weight, op.k, j, op.R)};
+  }
+}
+
 // x = partial + sum over the near sources of W[k, j] z_j, V vectors of channels at a time. The sum
 // stays in registers over all sources.
 template <class T, int N, int V, bool PerChannel, class Launch>
-DEEPFAST_INLINE void mix_near_registers(const Launch& op, int64_t t, int64_t d, compute_t<T>* x) {
+DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sources, int64_t t,
+                                        int64_t d, compute_t<T>* x) {
   using A = compute_t<T>;
   constexpr Lanes<N> lanes;
   vec_t<A, N> sum[V];
   for (int v = 0; v < V; ++v)
     sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
                                         : vec_t<A, N>{};
-  for (int64_t j : op.near) {
-    const T* n = row_of<T>(op.states, j, t) + d;
-    const A *norm_weight = at<A>(op.norm_weight, j * op.D),
-            *norm_bias = at<A>(op.norm_bias, j * op.D);
-    const A* weight = weight_of<A>(op.weight, op.k, j, op.R);
+  for (int64_t i = 0; i < op.near.count; ++i) {
+    const T* n = sources[i].state + t * op.states.row_stride + d;
+    const A *norm_weight = sources[i].norm_weight, *norm_bias = sources[i].norm_bias;
+    const A* weight = sources[i].weight;
     for (int v = 0; v < V; ++v) {
       const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
       sum[v] += w * affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
@@ -32,17 +49,21 @@ DEEPFAST_INLINE void mix_near_registers(const Launch& op, int64_t t, int64_t d, 
 }
 
 template <class T, bool PerChannel, class Launch>
-DEEPFAST_INLINE void mix_near_row(const Launch& op, int64_t t, compute_t<T>* x) {
+DEEPFAST_INLINE void mix_near_row(const Launch& op, const Source<T>* sources, int64_t t,
+                                  compute_t<T>* x) {
   constexpr int N = kLanes<compute_t<T>>, V = 4;
   int64_t d = 0;
-  for (; d + V * N <= op.D; d += V * N) mix_near_registers<T, N, V, PerChannel>(op, t, d, x);
-  for (; d + N <= op.D; d += N) mix_near_registers<T, N, 1, PerChannel>(op, t, d, x);
-  for (; d < op.D; ++d) mix_near_registers<T, 1, 1, PerChannel>(op, t, d, x);
+  for (; d + V * N <= op.D; d += V * N)
+    mix_near_registers<T, N, V, PerChannel>(op, sources, t, d, x);
+  for (; d + N <= op.D; d += N) mix_near_registers<T, N, 1, PerChannel>(op, sources, t, d, x);
+  for (; d < op.D; ++d) mix_near_registers<T, 1, 1, PerChannel>(op, sources, t, d, x);
 }
 
 template <class T, class Launch>
-DEEPFAST_INLINE void mix_near(const Launch& op, int64_t t, compute_t<T>* x) {
-  op.weight.per_channel ? mix_near_row<T, true>(op, t, x) : mix_near_row<T, false>(op, t, x);
+DEEPFAST_INLINE void mix_near(const Launch& op, const Source<T>* sources, int64_t t,
+                              compute_t<T>* x) {
+  op.weight.per_channel ? mix_near_row<T, true>(op, sources, t, x)
+                        : mix_near_row<T, false>(op, sources, t, x);
 }
 
 // y, normalised or not, into its slot.
@@ -66,9 +87,11 @@ template <class T>
 void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   Scratch<A> row(op.D), mixed(op.D);
+  Scratch<Source<T>> sources(op.near.count);
+  find_sources<T>(op, sources.get());
   for (int64_t t = begin; t < end; ++t) {
     if (op.branch.data != nullptr) push<T>(op, t, row);
-    mix_near<T>(op, t, mixed);
+    mix_near<T>(op, sources.get(), t, mixed);
     store_output<T>(op, t, mixed);
   }
 }
@@ -103,8 +126,10 @@ void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t ch
   const A *norm_weight = at<A>(op.norm_weight, op.k * dim),
           *norm_bias = at<A>(op.norm_bias, op.k * dim);
   Scratch<A> g(dim), n(dim), z(dim), u(dim);
+  Scratch<Source<T>> sources(op.near.count);
+  find_sources<T>(op, sources.get());
   for (int64_t t = begin; t < end; ++t) {
-    if (op.dout.data != nullptr) mix_near<T>(op, t, n);
+    if (op.dout.data != nullptr) mix_near<T>(op, sources.get(), t, n);
     output_gradient<T>(op, t, chunk, n, g);
     // The state is read before the gradient is stored: the gradient may overwrite a slot of its
     // buffer.

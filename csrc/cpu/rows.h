@@ -160,19 +160,11 @@ DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = 
           A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
 }
 
-// The product is rounded before a sum: without this, whether a compiler makes one fused operation of
-// both depends on the kernel, and two kernels that compute the same row would differ in its last bit.
-#if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
-#define DEEPFAST_ROUNDED(x) __builtin_assoc_barrier(x)
-#else
-#define DEEPFAST_ROUNDED(x) (x)
-#endif
-
 // Normalised value times weight plus bias, either of which may be absent.
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> affine(Lanes<N> lanes, vec_t<A, N> n, const A* weight, const A* bias,
                                    int64_t d) {
-  if (weight != nullptr) n = DEEPFAST_ROUNDED(n * load(lanes, weight + d));
+  if (weight != nullptr) n *= load(lanes, weight + d);
   if (bias != nullptr) n += load(lanes, bias + d);
   return n;
 }
