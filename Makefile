@@ -12,7 +12,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make test     run the tests: of many parameters each pair of values"
-	@echo "make test-all run the tests with every combination of parameters"
+	@echo "make test-all run these tests, then every other combination and what starts processes"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
@@ -47,8 +47,8 @@ PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --n
 test: setup
 	$(PYTEST) tests
 
-test-all: setup
-	$(PYTEST) tests --all-cases --drawn 60
+test-all: test
+	$(PYTEST) tests --left-out
 
 # The tests of the ops again, as on a processor without AVX-512.
 test-avx2: setup

@@ -26,13 +26,16 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--drawn", type=int, default=12, metavar="COUNT",
+        "--drawn", type=int, default=60, metavar="COUNT",
         help="sizes of models drawn at random whose memory is predicted and measured",
     )  # fmt: skip
     parser.addoption(
         "--all-cases", action="store_true",
         help="every combination of parameters, and the tests marked exhaustive: tests/matrix.py",
     )  # fmt: skip
+    parser.addoption(
+        "--left-out", action="store_true", help="the cases that a run without options leaves out"
+    )
 
 
 def pytest_configure(config):
@@ -53,6 +56,9 @@ LONG = (
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all_cases"):
         kept = daily(items)
+        if config.getoption("left_out"):
+            taken = set(kept)
+            kept = [item for item in items if item not in taken]
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))

@@ -4,7 +4,7 @@ A test over five parameters has a few hundred cases, and nearly every fault need
 values together. So a daily run takes a few cases of each test, in which every pair of values of two
 parameters occurs. A test over one or two parameters keeps all its cases. If it is marked
 ``each_value``, only each value has to occur. ``--all-cases`` runs every case, and also the tests
-marked ``exhaustive``.
+marked ``exhaustive``; ``--left-out`` runs those that a daily run leaves out.
 """
 
 from collections import Counter

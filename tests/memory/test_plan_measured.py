@@ -260,4 +260,8 @@ def test_sizes_at_random_are_predicted_within_5_percent(seed):
 
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames and "sizes_at_random" in metafunc.function.__name__:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("drawn")))
+        seeds = range(metafunc.config.getoption("drawn"))
+        metafunc.parametrize(
+            "seed",
+            [pytest.param(n, marks=pytest.mark.exhaustive if n >= 12 else ()) for n in seeds],
+        )
