@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.mt.models.interface import target_vocab_size
+from deepfast.mt.models.transformer import Transformer
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 
 SPECIALS = (("<Lua heritage>", "<s>"), ("<pad>",), ("</s>",), ("<unk>",))
@@ -41,13 +41,20 @@ NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, Overfl
 
 # Buffers that no model needs.
 IGNORED = re.compile(r"(encoder|decoder)\.(version|embed_positions\._float_tensor)$")
+
+# Our names and theirs. Inside a layer:
+MAPS = {"attention.out": "self_attn.out_proj", "cross_attention.out": "encoder_attn.out_proj",
+        "feed_forward.up": "fc1", "feed_forward.down": "fc2"}  # fmt: skip
 ATTENTIONS = {"attention": "self_attn", "cross_attention": "encoder_attn"}
-# The sublayers in order: our name, and the name of the sublayer's norm in later fairseq.
-SUBLAYERS = {
-    "encoder": (("attention", "self_attn"), ("feed_forward", "final")),
-    "decoder": (("attention", "self_attn"), ("cross_attention", "encoder_attn"),
-                ("feed_forward", "final")),
+# The norms of a layer in the order of their numbers, and their names in later fairseq.
+NORMS = {
+    "encoder": {"attention_norm": "self_attn", "feed_forward_norm": "final"},
+    "decoder": {"attention_norm": "self_attn", "cross_attention_norm": "encoder_attn",
+                "feed_forward_norm": "final"},
 }  # fmt: skip
+EMBEDDINGS = {"embedding.weight": "encoder.embed_tokens.weight",
+              "target_embedding.weight": "decoder.embed_tokens.weight",
+              "output.weight": "decoder.embed_out"}  # fmt: skip
 
 
 def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[str, Any]:
@@ -125,26 +132,28 @@ def _unlike_sides(expected: str, encoder: object, decoder: object) -> ValueError
 
 
 class _Weights:
-    """A state dict; every weight must be taken once."""
+    """A state dict that knows which of its weights were read."""
 
     def __init__(self, weights: dict[str, Tensor]):
-        self.left = {name: w for name, w in weights.items() if not IGNORED.match(name)}
+        self.all = {name: w for name, w in weights.items() if not IGNORED.match(name)}
+        self.unread = dict.fromkeys(self.all)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.left
+        return name in self.all
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Takes a weight of that shape, in fp32 (training in fp16 saves fp16)."""
-        if name not in self.left:
+    def read(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A weight of that shape, in fp32 (training in fp16 saves fp16)."""
+        if name not in self.all:
             raise _unlike(f"a weight {name}", "none")
-        weight = self.left.pop(name)
-        if shape and tuple(weight.shape) != shape:
+        self.unread.pop(name, None)
+        weight = self.all[name]
+        if shape is not None and tuple(weight.shape) != shape:
             raise _unlike(f"{name} {shape}", tuple(weight.shape))
         return weight.float()
 
     def indices(self, pattern: str) -> list[int]:
         """The numbers that the first group of ``pattern`` matches, ascending."""
-        found = (re.match(pattern, name) for name in self.left)
+        found = (re.match(pattern, name) for name in self.all)
         return sorted({int(match[1]) for match in found if match})
 
 
@@ -157,21 +166,19 @@ def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tenso
     Raises:
         ValueError: the model has parts that this package does not have; the error names the first.
     """
-    args, weights = content["args"], _Weights(content["model"])
-    config = _config(args, weights)
-    state = _embeddings(weights, config)
-    for side in SIDES:
-        layers = getattr(config, f"{side}_layers")
-        for i in range(layers):
-            state |= _layer(weights, config, side, i)
-        if config.norm == "pre":
-            for part in ("weight", "bias"):
-                name = f"{side}.connection.norms.{layers}.{part}"
-                state[name] = weights.take(f"{side}.layer_norm.{part}", config.dim)
-        if getattr(config, f"{side}_connection") == "dlcl":
-            state |= _history(weights, config, side)
-    if weights.left:
-        raise _unlike("the parts of a Transformer with DLCL", f"{next(iter(weights.left))} too")
+    weights = _Weights(content["model"])
+    config = _config(content["args"], weights)
+    with torch.device("meta"):
+        model = Transformer(config)
+    state = {
+        name: _weight(weights, config, name, tuple(weight.shape))
+        for name, weight in model.state_dict().items()
+    }
+    if config.share_embeddings == "all":
+        # The decoder's embedding is the encoder's.
+        weights.unread.pop("decoder.embed_tokens.weight")
+    if weights.unread:
+        raise _unlike("the parts of a Transformer with DLCL", f"{next(iter(weights.unread))} too")
     return config, state
 
 
@@ -193,8 +200,8 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
                         ("activation_fn", "relu")):  # fmt: skip
         if getattr(args, name, usual) != usual:
             raise _unlike(f"{name} {usual}", getattr(args, name))
-    source = weights.left.get("encoder.embed_tokens.weight")
-    target = weights.left.get("decoder.embed_tokens.weight")
+    source = weights.all.get("encoder.embed_tokens.weight")
+    target = weights.all.get("decoder.embed_tokens.weight")
     if source is None or target is None:
         side = "encoder" if source is None else "decoder"
         raise _unlike(f"{side}.embed_tokens.weight", "none")
@@ -248,7 +255,7 @@ def _connections(
 
 
 def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -> dict[str, Any]:
-    shape = weights.left[f"{side}.history.weight"].shape
+    shape = weights.all[f"{side}.history.weight"].shape
     options: dict[str, Any] = {}
     per_pair = shape[2] if len(shape) == 3 else 1
     if per_pair == dim:
@@ -270,83 +277,60 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
     return options
 
 
-def _embeddings(weights: _Weights, config: TransformerConfig) -> dict[str, Tensor]:
-    def rows(name: str, size: int) -> Tensor:
-        table = weights.take(name, size, config.dim)
+def _weight(
+    weights: _Weights, config: TransformerConfig, name: str, shape: tuple[int, ...]
+) -> Tensor:
+    """The weight of our model that has this name and shape."""
+    if name in EMBEDDINGS:
+        table = weights.read(EMBEDDINGS[name], shape)
         return torch.cat((table[list(ROWS)], table[len(ROWS) :]))
-
-    source = rows("encoder.embed_tokens.weight", config.vocab_size)
-    target = rows("decoder.embed_tokens.weight", target_vocab_size(config))
-    state = {"embedding.weight": source}
-    if config.share_embeddings != "all":
-        state["target_embedding.weight"] = target
-    if config.share_embeddings == "none":
-        state["output.weight"] = rows("decoder.embed_out", target_vocab_size(config))
-    return state
-
-
-def _layer(weights: _Weights, config: TransformerConfig, side: str, i: int) -> dict[str, Tensor]:
-    """The weights of a layer. Its first pre-norm LN goes to the stack."""
-    theirs = ours = f"{side}.layers.{i}"
-    d, f = config.dim, config.ffn_dim
-    state = {}
-    for number, (sublayer, later_name) in enumerate(SUBLAYERS[side]):
-        for part in ("weight", "bias"):
-            name = f"{theirs}.layer_norms.{number}.{part}"
-            if name not in weights:
-                name = f"{theirs}.{later_name}_layer_norm.{part}"
-            place = f"{ours}.{sublayer}_norm"
-            if config.norm == "pre" and number == 0:
-                place = f"{side}.connection.norms.{i}"
-            state[f"{place}.{part}"] = weights.take(name, d)
-        if sublayer in ATTENTIONS:
-            state |= _attention(
-                weights, f"{theirs}.{ATTENTIONS[sublayer]}", f"{ours}.{sublayer}", d
-            )
-    for theirs_name, ours_name, shape in (("fc1", "up", (f, d)), ("fc2", "down", (d, f))):
-        name = f"{ours}.feed_forward.{ours_name}"
-        state[f"{name}.weight"] = weights.take(f"{theirs}.{theirs_name}.weight", *shape)
-        state[f"{name}.bias"] = weights.take(f"{theirs}.{theirs_name}.bias", shape[0])
-    return state
+    side, _, inside = name.partition(".")
+    inside, _, part = inside.rpartition(".")
+    if inside == "connection.dlcl":
+        return _history(weights, side, part, shape)
+    kind, number, *names = inside.removeprefix("connection.").split(".")
+    if kind == "norms":
+        # The stack's: the first norm of each pre-norm layer, and the final one.
+        if int(number) == getattr(config, f"{side}_layers"):
+            return weights.read(f"{side}.layer_norm.{part}", shape)
+        names = ["attention_norm"]
+    ours, theirs = ".".join(names), f"{side}.layers.{number}"
+    if ours in MAPS:
+        return weights.read(f"{theirs}.{MAPS[ours]}.{part}", shape)
+    if ours in NORMS[side]:
+        place = f"{theirs}.layer_norms.{list(NORMS[side]).index(ours)}.{part}"
+        if place not in weights:
+            place = f"{theirs}.{NORMS[side][ours]}_layer_norm.{part}"
+        return weights.read(place, shape)
+    # The maps to query, key and value.
+    theirs, d = f"{theirs}.{ATTENTIONS[names[0]]}", config.dim
+    if f"{theirs}.q_proj.{part}" in weights:
+        each = [weights.read(f"{theirs}.{n}_proj.{part}", (d, *shape[1:])) for n in "qkv"]
+    else:
+        each = list(weights.read(f"{theirs}.in_proj_{part}", (3 * d, *shape[1:])).chunk(3))
+    chosen = {"query": each[:1], "key_value": each[1:], "query_key_value": each}
+    return torch.cat(chosen[names[1]])
 
 
-def _attention(weights: _Weights, theirs: str, ours: str, d: int) -> dict[str, Tensor]:
-    state = {}
-    for part, shape in (("weight", (d, d)), ("bias", (d,))):
-        if f"{theirs}.q_proj.{part}" in weights:
-            rows = torch.cat([weights.take(f"{theirs}.{n}_proj.{part}", *shape) for n in "qkv"])
-        else:
-            rows = weights.take(f"{theirs}.in_proj_{part}", 3 * d, *shape[1:])
-        if ours.endswith(".cross_attention"):
-            state[f"{ours}.query.{part}"], state[f"{ours}.key_value.{part}"] = rows[:d], rows[d:]
-        else:
-            state[f"{ours}.query_key_value.{part}"] = rows
-        state[f"{ours}.out.{part}"] = weights.take(f"{theirs}.out_proj.{part}", *shape)
-    return state
-
-
-def _history(weights: _Weights, config: TransformerConfig, side: str) -> dict[str, Tensor]:
-    rows, d = getattr(config, f"{side}_layers") + 1, config.dim
-    weight = weights.take(f"{side}.history.weight")
-    if weight.shape[-1] == 1 and weight.dim() == 3:
-        weight = weight.squeeze(-1)
-    if tuple(weight.shape[:2]) != (rows, rows):
-        raise _unlike(f"{side}.history.weight ({rows}, {rows}, ...)", tuple(weight.shape))
-    # Nothing reads the part above the diagonal; it may hold anything.
-    upper = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-    state = {f"{side}.connection.dlcl.weight": weight.masked_fill(
-        upper.view(rows, rows, *(1,) * (weight.dim() - 2)), 0
-    )}  # fmt: skip
+def _history(weights: _Weights, side: str, part: str, shape: tuple[int, ...]) -> Tensor:
+    """DLCL's ``weight``, or its table ``norm_weight`` or ``norm_bias``."""
+    if part == "weight":
+        weight, rows = weights.read(f"{side}.history.weight").clone(), shape[0]
+        if weight.shape[-1] == 1 and weight.dim() == 3:
+            weight = weight.squeeze(-1)
+        if tuple(weight.shape) != shape:
+            raise _unlike(f"{side}.history.weight {shape}", tuple(weight.shape))
+        # Nothing reads the part above the diagonal; it may hold anything.
+        weight[torch.ones(rows, rows, dtype=torch.bool).triu(1)] = 0
+        return weight
+    rows, d = shape
     norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
-    if not norms:
-        return state
     # Without a norm of the embedding their numbers begin at 1 or at 0.
     first = rows - len(norms)
     if norms != list(range(norms[0], norms[0] + len(norms))) or first not in (0, 1):
         raise _unlike(f"{rows - 1} or {rows} norms in {side}.history", f"numbers {norms}")
-    for part, start in (("weight", torch.ones), ("bias", torch.zeros)):
-        table = start(rows, d)
-        for k, number in enumerate(norms, first):
-            table[k] = weights.take(f"{side}.history.layer_norms.{number}.{part}", d)
-        state[f"{side}.connection.dlcl.norm_{part}"] = table
-    return state
+    part = part.removeprefix("norm_")
+    table = torch.ones(shape) if part == "weight" else torch.zeros(shape)
+    for k, number in enumerate(norms, first):
+        table[k] = weights.read(f"{side}.history.layer_norms.{number}.{part}", (d,))
+    return table
