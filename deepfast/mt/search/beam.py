@@ -9,6 +9,7 @@ A hypothesis Y of log-probability ``log P(Y|X)``, eos included, has the score
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -126,15 +127,19 @@ def _search(
     active = sentences
     while active:
         logits_RV = model.step(tokens_R, state)
-        best = ops.best_tokens(logits_RV, beam, banned, eos_id)
+        values_RK, tokens_RK, eos_R = ops.best_tokens(logits_RV, beam, banned, eos_id)
+        # NaN or +inf anywhere in a row of logits makes all of its log-probabilities NaN.
+        if eos_R.isnan().any():
+            raise RuntimeError(
+                "beam_search: expected finite logits from the model, got NaN or infinity"
+            )
+        best = list(zip(values_RK.tolist(), tokens_RK.tolist(), eos_R.tolist(), strict=True))
         parents, chosen, row = [], [], 0
         before, after = [], []
-        for index, (sentence, found) in enumerate(
-            zip(active, _continuations(active, *best), strict=True)
-        ):
+        for index, sentence in enumerate(active):
             rows = len(sentence.live)
             before += [index] * rows
-            parents += [row + slot for slot in sentence.advance(found)]
+            parents += [row + slot for slot in sentence.advance(best[row : row + rows])]
             chosen += [node[0] for _, node in sentence.live]
             after += [index] * len(sentence.live)
             row += rows
@@ -148,6 +153,8 @@ def _search(
             tokens_R = torch.tensor(chosen, device=device)
 
 
+_Next = tuple[list[float], list[int], float]
+"""The best next tokens of a hypothesis: their log P, these tokens, and the log P of eos."""
 _Node = tuple[int, "_Node | None"]
 """The last token of a hypothesis and the hypothesis before it."""
 
@@ -173,14 +180,25 @@ class _Sentence:
         self.finished: list[Hypothesis] = []
         """Best first, at most nbest."""
 
-    def advance(self, continuations: list[tuple[float, int, int]]) -> list[int]:
-        """Takes the best continuations: log P, the live hypothesis, the token; best first.
+    def advance(self, best: list[_Next]) -> list[int]:
+        """Moves on by one position, from the best next tokens of each live hypothesis.
 
         Returns:
             For each hypothesis live now the place of the one it continues.
         """
-        self.length += 1
         old, eos_id = self.live, self.eos_id
+        if self.length == self.limit:
+            # Only eos may come next.
+            best = [([eos], [eos_id], eos) for _, _, eos in best]
+        continuations = [
+            (before + value, slot, token)
+            for slot, ((before, _), (values, tokens, _)) in enumerate(zip(old, best, strict=True))
+            for value, token in zip(values, tokens, strict=True)
+        ]
+        # Of equal ones that of the better hypothesis stays first, then the lower token.
+        continuations.sort(key=operator.itemgetter(0), reverse=True)
+        continuations = [c for c in continuations[: self.options.beam] if c[0] > -math.inf]
+        self.length += 1
         for log_prob, slot, token in continuations:
             if token == eos_id:
                 self._finish(log_prob, old[slot][1])
@@ -216,57 +234,6 @@ class _Sentence:
         # log P <= 0 only falls and, for alpha >= 0, the longest hypothesis divides it by most.
         best = self.live[0][0] / length_divisor(self.limit + 1, self.options)
         return best <= self.finished[-1].score
-
-
-def _continuations(
-    active: list[_Sentence], values_RK: Tensor, tokens_RK: Tensor, eos_R: Tensor
-) -> list[list[tuple[float, int, int]]]:
-    """Of every sentence its best continuations, at most ``beam``: log P, the live hypothesis, the
-    token. Of equal ones that of the better hypothesis comes first, then the lower token.
-
-    Args:
-        values_RK, tokens_RK: for each live hypothesis its best next tokens and their log P.
-        eos_R: the log P of eos.
-    """
-    # NaN or +inf anywhere in a row of logits makes all of its log-probabilities NaN.
-    if eos_R.isnan().any():
-        raise RuntimeError(
-            "beam_search: expected finite logits from the model, got NaN or infinity"
-        )
-    beam, eos_id = active[0].options.beam, active[0].eos_id
-    ending: list[int] = []
-    places: list[int] = []
-    for number, sentence in enumerate(active):
-        rows, first = len(sentence.live), number * beam
-        if sentence.length == sentence.limit:
-            ending += range(len(places), len(places) + rows)
-        places += range(first, first + rows)
-    if ending:
-        # Only eos may come next.
-        values_RK[ending], tokens_RK[ending] = -math.inf, eos_id
-        values_RK[ending, 0] = eos_R[ending]
-    before = [log_prob for sentence in active for log_prob, _ in sentence.live]
-    total_RK = values_RK + values_RK.new_tensor(before, dtype=torch.float64).unsqueeze(1)
-    count = values_RK.shape[1]
-    if len(places) < len(active) * beam:
-        # An empty place in a beam has no continuation.
-        every = total_RK.new_full((len(active) * beam, count), -math.inf)
-        every[places] = total_RK
-        total_RK = every
-    best, order = total_RK.view(len(active), -1).sort(dim=1, descending=True, stable=True)
-    tokens, row, found = tokens_RK.tolist(), 0, []
-    for sentence, values, places in zip(
-        active, best[:, :beam].tolist(), order[:, :beam].tolist(), strict=True
-    ):
-        found.append(
-            [
-                (value, place // count, tokens[row + place // count][place % count])
-                for value, place in zip(values, places, strict=True)
-                if value > -math.inf
-            ]
-        )
-        row += len(sentence.live)
-    return found
 
 
 @contextlib.contextmanager
