@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from deepfast.mt.models.checkpoint_file import CheckpointError, read_file
+from deepfast.mt.models.checkpoint import CheckpointError, read_file
 
 RUN, METADATA = "run.pt", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."

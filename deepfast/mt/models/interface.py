@@ -12,6 +12,9 @@ from deepfast import checks, ops
 IGNORED = -100
 """The label of a position that has none."""
 
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
+"""Fields of a config that the vocabulary decides, not the recipe; an LSTM knows no languages."""
+
 
 @dataclass(kw_only=True)
 class ModelConfig:

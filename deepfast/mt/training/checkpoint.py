@@ -30,13 +30,15 @@ from torch import Tensor
 from deepfast.files import replaced
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import (
+    FORMAT,
     MODEL_KEYS,
+    VERSION,
+    CheckpointError,
     check_keys,
     check_weights,
     read_checkpoint,
     shapes_of,
 )
-from deepfast.mt.models.checkpoint_file import FORMAT, VERSION, CheckpointError
 from deepfast.mt.models.transformer_config import without_unread
 
 KEYS = MODEL_KEYS | {"step": int, "recipe": dict}

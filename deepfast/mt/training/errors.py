@@ -3,7 +3,7 @@
 from typing import Any
 
 from deepfast.checks import shown
-from deepfast.mt.models.checkpoint_file import CheckpointError as CheckpointError
+from deepfast.mt.models.checkpoint import CheckpointError as CheckpointError
 
 
 class RecipeError(ValueError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, TranslationModel
-from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.models.interface import DERIVED_FIELDS
 from deepfast.mt.training.checkpoint import check_config, load_checkpoint, load_weights
 from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.recipe import Recipe

@@ -14,7 +14,7 @@ from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
-from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.models.interface import DERIVED_FIELDS
 from deepfast.mt.training.errors import RecipeError, expect
 from deepfast.mt.training.sections import (
     DataSection,

@@ -15,7 +15,7 @@ from typing import Any
 from deepfast.checks import shown
 from deepfast.files import require
 from deepfast.mt.models import KINDS
-from deepfast.mt.models.registry import DERIVED_FIELDS
+from deepfast.mt.models.interface import DERIVED_FIELDS
 from deepfast.mt.models.transformer_config import option_types
 from deepfast.mt.training.errors import CheckpointError, RecipeError
 from deepfast.mt.training.growing import BEST, FIRST, TOP_FIELDS, check_grow

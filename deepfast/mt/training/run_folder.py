@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from deepfast.mt.models.checkpoint_file import CheckpointError
+from deepfast.mt.models.checkpoint import CheckpointError
 from deepfast.mt.training.checkpoint import load_checkpoint
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.report import METRICS

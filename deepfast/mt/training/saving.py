@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import check_keys
-from deepfast.mt.models.checkpoint_file import CheckpointError
+from deepfast.mt.models.checkpoint import CheckpointError, check_keys
 from deepfast.mt.training.checkpoint import (
     KEYS,
     average_checkpoints,

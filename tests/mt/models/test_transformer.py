@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.mt.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.models.checkpoint_file import FORMAT, VERSION
+from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerNorm, RMSNorm
