@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from deepfast.mt.data.vocabulary import BOS, EOS, UNK, AnyVocabulary
+from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import beam_search, score_hypotheses
@@ -57,15 +57,8 @@ class Candidates:
     deep: list[Candidate]
     shallow: list[Candidate]
 
-    def ranked(
-        self, alpha: float | None = None, gamma: float | None = None
-    ) -> list[tuple[float, tuple[int, ...]]]:
-        """Scores and tokens, best first, each text once; of equals the deep network's is first.
-
-        None: `ALPHA`, `GAMMA`.
-        """
-        alpha = ALPHA if alpha is None else alpha
-        gamma = GAMMA if gamma is None else gamma
+    def ranked(self, alpha: float, gamma: float) -> list[tuple[float, tuple[int, ...]]]:
+        """Scores and tokens, best first, each text once; of equals the deep network's is first."""
         best: dict[tuple[int, ...], float] = {}
         for candidate in (*self.deep, *self.shallow):
             score = candidate.score(alpha, gamma)
@@ -75,24 +68,17 @@ class Candidates:
         return [(score, tokens) for tokens, score in ranked]
 
 
-def deep_shallow_candidates(
+def line_candidates(
     model: SearchModel,
-    source_BS: Tensor,
-    options: DecodingOptions = DEFAULTS,
-    *,
-    bos_id: int = BOS,
-    eos_id: int = EOS,
-    unk_id: int = UNK,
-) -> list[Candidates]:
-    """All ``options.beam`` translations of each network for every sentence, scored by both.
-
-    Args:
-        model: one that has grown: `deepfast.mt.models.DepthGrowing`.
-        source_BS: (B, S) int64, each sentence with its eos.
-        options, bos_id, eos_id, unk_id: see `beam_search`.
+    vocabulary: AnyVocabulary,
+    lines: Sequence[str],
+    options: DecodingOptions,
+) -> list[Candidates | None]:
+    """All ``options.beam`` translations of each network for every line, scored by both; None for a
+    line without text.
 
     Raises:
-        ValueError: the model has not grown or is an `Ensemble`, or see `beam_search`.
+        ValueError: the model has not grown or is an `Ensemble`, or see `decode_lines`.
     """
     if isinstance(model, Ensemble):
         raise ValueError(
@@ -103,32 +89,23 @@ def deep_shallow_candidates(
             "deep-shallow decoding: expected a model of the kind depth_growing, got "
             f"{kind_of(model.config)}"
         )
+    bottom, ids = model.bottom, vocabulary.search_ids()
     options = replace(options, nbest=options.beam)
-    ids = {"bos_id": bos_id, "eos_id": eos_id}
 
-    def found(own: SearchModel, other: SearchModel) -> list[list[Candidate]]:
-        hypotheses = beam_search(own, source_BS, options, unk_id=unk_id, **ids)
+    def found(own: SearchModel, other: SearchModel, source_BS: Tensor) -> list[list[Candidate]]:
+        hypotheses = beam_search(own, source_BS, options, **ids)
         tokens = [[h.tokens for h in best] for best in hypotheses]
-        scores = score_hypotheses(other, source_BS, tokens, **ids)
+        scores = score_hypotheses(
+            other, source_BS, tokens, bos_id=vocabulary.bos_id, eos_id=vocabulary.eos_id
+        )
         return [
             [Candidate(h.tokens, h.log_prob, score) for h, score in zip(*pair, strict=True)]
             for pair in zip(hypotheses, scores, strict=True)
         ]
 
-    pairs = zip(found(model, model.bottom), found(model.bottom, model), strict=True)
-    return [Candidates(deep, shallow) for deep, shallow in pairs]
-
-
-def line_candidates(
-    model: SearchModel,
-    vocabulary: AnyVocabulary,
-    lines: Sequence[str],
-    options: DecodingOptions,
-) -> list[Candidates | None]:
-    """The candidates of every line; None for one without text."""
-
     def decode(source_BS: Tensor) -> list[Candidates]:
-        return deep_shallow_candidates(model, source_BS, options, **vocabulary.search_ids())
+        deep, shallow = found(model, bottom, source_BS), found(bottom, model, source_BS)
+        return [Candidates(*pair) for pair in zip(deep, shallow, strict=True)]
 
     return decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
 

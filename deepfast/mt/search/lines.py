@@ -6,10 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from deepfast.mt.data import (
-    evaluation_batches,
-    restore_order,
-)
+from deepfast.mt.data import evaluation_batches, restore_order
 from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.interface import SearchModel, target_vocab_size
 
@@ -45,7 +42,9 @@ def decode_lines(
             raise ValueError(f"expected a vocabulary of the model's {expected} pieces, got {got}")
     encoded = [vocabulary.encode(line) for line in lines]
     filled = [index for index, tokens in enumerate(encoded) if tokens]
-    groups = _groups(model, lines, {i: encoded[i] for i in filled})
+    groups = None
+    if hasattr(model, "group"):
+        groups = [_group(model, index, lines[index], encoded[index]) for index in filled]
     batches = evaluation_batches(
         [(encoded[i], ()) for i in filled], max_tokens=max_tokens, groups=groups
     )
@@ -67,18 +66,11 @@ def decode_lines(
     return results
 
 
-def _groups(
-    model: SearchModel, lines: Sequence[str], encoded: dict[int, list[int]]
-) -> list[int] | None:
-    """A number for each line; lines of one batch must share it. None: any lines may."""
-    if not hasattr(model, "group"):
-        return None
-    groups = []
-    for index, tokens in encoded.items():
-        try:
-            groups.append(model.group(tokens))
-        except ValueError as error:
-            # The model's message shows ids; the user knows words.
-            word = (lines[index].split() or [lines[index]])[0]
-            raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error
-    return groups
+def _group(model: SearchModel, index: int, line: str, tokens: list[int]) -> int:
+    """A number that the lines of one batch must share."""
+    try:
+        return model.group(tokens)
+    except ValueError as error:
+        # The model's message shows ids; the user knows words.
+        word = (line.split() or [line])[0]
+        raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error

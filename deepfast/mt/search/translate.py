@@ -9,8 +9,8 @@ from deepfast.mt.data import split_tag
 from deepfast.mt.data.posunk import read_translations, without_marks
 from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.interface import SearchModel
-from deepfast.mt.search.beam import Hypothesis, beam_search
-from deepfast.mt.search.deep_shallow import line_candidates
+from deepfast.mt.search.beam import beam_search
+from deepfast.mt.search.deep_shallow import ALPHA, GAMMA, line_candidates
 from deepfast.mt.search.lines import decode_lines
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
@@ -49,12 +49,19 @@ def translate_all(
     """
     subwords = check_aligns(model, vocabulary) if options.replace_unknown else None
     if options.deep_shallow:
+        alpha = ALPHA if options.alpha is None else options.alpha
+        gamma = GAMMA if options.gamma is None else options.gamma
         found = [
-            None if best is None else best.ranked(options.alpha, options.gamma)[: options.nbest]
-            for best in line_candidates(model, vocabulary, lines, options)
+            candidates and candidates.ranked(alpha, gamma)[: options.nbest]
+            for candidates in line_candidates(model, vocabulary, lines, options)
         ]
     else:
-        found = _searched(model, vocabulary, lines, options)
+
+        def decode(source_BS: Tensor) -> list[list[tuple[float, tuple[int, ...]]]]:
+            best = beam_search(model, source_BS, options, **vocabulary.search_ids())
+            return [[(h.score, h.tokens) for h in own] for own in best]
+
+        found = decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
     translations = {} if options.dictionary is None else read_translations(options.dictionary)
     results = []
     for line, best in zip(lines, found, strict=True):
@@ -83,21 +90,6 @@ def translate_nbest(
     """For each line up to ``options.nbest`` pairs of score and text, best first; see
     `translate_all`."""
     return translate_all(model, vocabulary, lines, options).nbest
-
-
-def _searched(
-    model: SearchModel,
-    vocabulary: AnyVocabulary,
-    lines: Sequence[str],
-    options: DecodingOptions,
-) -> list[list[tuple[float, tuple[int, ...]]] | None]:
-    """Scores and token ids of every line by beam search; None for a line without text."""
-
-    def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
-        return beam_search(model, source_BS, options, **vocabulary.search_ids())
-
-    found = decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
-    return [None if best is None else [(h.score, h.tokens) for h in best] for best in found]
 
 
 def translate_lines(

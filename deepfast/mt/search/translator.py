@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from deepfast import checks
-from deepfast.mt.data import (
-    Vocabulary,
-    lower,
-    read_vocabulary,
-    split_tag,
-    tag_of,
-)
+from deepfast.mt.data import Vocabulary, lower, read_vocabulary, split_tag, tag_of
 from deepfast.mt.data.posunk import MARK
 from deepfast.mt.data.vocabulary import AnyVocabulary
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
@@ -48,9 +42,8 @@ class Translator:
         """
         if self.lowercase:
             lines = [lower(line, self.vocabulary.tags) for line in lines]
-        return list(lines) if language is None else self._tagged(lines, language)
-
-    def _tagged(self, lines: Sequence[str], language: str) -> list[str]:
+        if language is None:
+            return list(lines)
         known = [tag.strip("<>") for tag in self.vocabulary.tags]
         for part in getattr(self.model, "models", (self.model,)):
             # A pruned model may know fewer languages than its vocabulary has tags.
