@@ -154,44 +154,34 @@ class TokenBatches:
         self._ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
         self._lengths = [_length(pair) for pair in pairs]
         self._groups = [0] * len(pairs) if groups is None else list(groups)
+        kept = []
+        for i, length in enumerate(self._lengths):
+            if length > max_length:
+                self.dropped.add("too_long", place(i))
+            else:
+                kept.append(i)
+        if not kept:
+            raise DataError(
+                f"expected at least one pair of at most {max_length} tokens, got {len(pairs)} "
+                "pairs, all longer"
+                if self._lengths
+                else "expected at least one pair, got none"
+            )
         # Sorted by group and length only, so the cuts are the same in every epoch.
-        self._kept = sorted(self._short_enough(place), key=self._key)
-        self._cuts = self._cut_kept(place)
+        self._kept = sorted(kept, key=self._key)
+        cuts = _cut([self._key(i) for i in self._kept], max_tokens)
+        if cuts is None:
+            worst = max(self._kept, key=self._lengths.__getitem__)
+            raise DataError(
+                f"{place(worst)}: a sentence of {self._lengths[worst]} tokens does not fit into "
+                f"max_tokens={max_tokens}: raise max_tokens or lower max_length={max_length}"
+            )
+        self._cuts = cuts
         self._order: tuple[tuple[int, int], list[list[int]]] | None = None
         self._fingerprint: str | None = None
 
     def _key(self, index: int) -> tuple[int, int]:
         return self._groups[index], self._lengths[index]
-
-    def _short_enough(self, place: Callable[[int], str]) -> list[int]:
-        """The indices of the pairs of at most `max_length` tokens; counts the others."""
-        kept = []
-        for i, length in enumerate(self._lengths):
-            if length > self.max_length:
-                self.dropped.add("too_long", place(i))
-            else:
-                kept.append(i)
-        if not kept:
-            count = len(self._lengths)
-            raise DataError(
-                f"expected at least one pair of at most {self.max_length} tokens, got {count} "
-                "pairs, all longer"
-                if count
-                else "expected at least one pair, got none"
-            )
-        return kept
-
-    def _cut_kept(self, place: Callable[[int], str]) -> list[tuple[int, int]]:
-        """The kept pairs cut into batches."""
-        cuts = _cut([self._key(i) for i in self._kept], self.max_tokens)
-        if cuts is None:
-            worst = max(self._kept, key=self._lengths.__getitem__)
-            raise DataError(
-                f"{place(worst)}: a sentence of {self._lengths[worst]} tokens does not fit into "
-                f"max_tokens={self.max_tokens}: raise max_tokens or lower "
-                f"max_length={self.max_length}"
-            )
-        return cuts
 
     def __len__(self) -> int:
         """Batches of an epoch; the same in every epoch."""

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
 
 from deepfast.files import DataError, write_atomically
 
@@ -82,10 +81,6 @@ class ParallelText(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[str, str]]: ...
     def __getitem__(self, index):
         return self.pairs[index]
 

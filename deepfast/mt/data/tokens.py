@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from deepfast.files import DataError
 from deepfast.mt.data.text import read_lines
@@ -21,7 +22,9 @@ from deepfast.mt.data.vocabulary import (
     AnyVocabulary,
     SeparateVocabularies,
     Vocabulary,
+    expected,
     plain_ids,
+    read_sides,
 )
 
 KIND = "deepfast-tokens"
@@ -53,21 +56,9 @@ class TokenVocabulary(AnyVocabulary):
         self._ids = {token: place for place, token in enumerate(self.source, SPECIAL_IDS)}
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> TokenVocabulary:
-        """The inverse of `to_bytes`.
-
-        Raises:
-            DataError: other content.
-        """
-        try:
-            held = json.loads(content.decode("utf-8"))
-            if held["kind"] != KIND:
-                raise ValueError(f"kind {held['kind']!r}")
-            return cls(held["source"], held["target"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"vocabulary: expected a dictionary of tokens, got other data ({error})"
-            ) from error
+    def from_bytes(cls, model: bytes) -> Self:
+        with expected("a dictionary of tokens"):
+            return cls(*read_sides(model, KIND))
 
     def to_bytes(self) -> bytes:
         target = None if self.target == self.source else self.target

@@ -7,6 +7,7 @@ https://aclanthology.org/D18-2012.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Self
 
 from deepfast.files import DataError, require, write_atomically
 from deepfast.mt.data.sentencepiece_model import check_complete, has_whole_words, user_defined
@@ -51,6 +53,15 @@ class AnyVocabulary:
         """The whole vocabulary, to be kept inside a checkpoint."""
         raise NotImplementedError
 
+    @classmethod
+    def from_bytes(cls, model: bytes) -> Self:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            DataError: other content, an incomplete sentencepiece model, or other special ids.
+        """
+        raise NotImplementedError
+
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -67,6 +78,26 @@ class AnyVocabulary:
 
     def __hash__(self) -> int:
         return hash(self.to_bytes())
+
+    def __reduce__(self):
+        return type(self).from_bytes, (self.to_bytes(),)
+
+
+@contextlib.contextmanager
+def expected(what: str) -> Iterator[None]:
+    """Turns an error about the content of a vocabulary into one sentence."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"vocabulary: expected {what}, got other data ({error})") from error
+
+
+def read_sides(content: bytes, kind: str) -> tuple[Any, Any]:
+    """What a vocabulary of that kind keeps for the source and for the target, as JSON."""
+    held = json.loads(content.decode("utf-8"))
+    if held["kind"] != kind:
+        raise ValueError(f"kind {held['kind']!r}")
+    return held["source"], held["target"]
 
 
 def plain_ids(ids: Sequence[int], size: int) -> list[int]:
@@ -174,12 +205,7 @@ class Vocabulary(AnyVocabulary):
         return vocabulary
 
     @classmethod
-    def from_bytes(cls, model: bytes) -> Vocabulary:
-        """The inverse of `to_bytes`.
-
-        Raises:
-            DataError: not a complete sentencepiece model, or other special ids.
-        """
+    def from_bytes(cls, model: bytes) -> Self:
         return cls(bytes(model))
 
     @classmethod
@@ -217,9 +243,6 @@ class Vocabulary(AnyVocabulary):
     def target_size(self) -> int:
         return len(self.target)
 
-    def __reduce__(self):
-        return Vocabulary, (self._model,)
-
     def __repr__(self) -> str:
         return f"Vocabulary({len(self)} pieces, {self.fingerprint()})"
 
@@ -239,7 +262,7 @@ class Vocabulary(AnyVocabulary):
 
     def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
-        return [(self.encode(source), self.encode(target)) for source, target in pairs]
+        return [(self.encode(source), self.target.encode(target)) for source, target in pairs]
 
     def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
         """The text of the ids, without pad, bos and eos; unk becomes `⁇`.
@@ -317,19 +340,9 @@ class SeparateVocabularies(Vocabulary):
         return self._target
 
     @classmethod
-    def from_bytes(cls, model: bytes) -> SeparateVocabularies:
-        """The inverse of `to_bytes`.
-
-        Raises:
-            DataError: other content.
-        """
-        try:
-            held = json.loads(model)
-            if held["kind"] != cls.KIND:
-                raise ValueError(f"kind {held['kind']!r}")
-            sides = [base64.b64decode(held[side]) for side in ("source", "target")]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"vocabulary: expected two vocabularies, got {error}") from error
+    def from_bytes(cls, model: bytes) -> Self:
+        with expected("two vocabularies"):
+            sides = [base64.b64decode(side) for side in read_sides(model, cls.KIND)]
         return cls(*(Vocabulary(side) for side in sides))
 
     def to_bytes(self) -> bytes:
@@ -343,15 +356,9 @@ class SeparateVocabularies(Vocabulary):
         write_atomically(folder / "source.model", self._model)
         self._target.save(folder / "target.model")
 
-    def __reduce__(self):
-        return SeparateVocabularies, (Vocabulary(self._model), self._target)
-
     def __repr__(self) -> str:
         sizes = f"{len(self)} and {self.target_size} pieces"
         return f"SeparateVocabularies({sizes}, {self.fingerprint()})"
-
-    def encode_pairs(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        return [(self.encode(source), self._target.encode(target)) for source, target in pairs]
 
     def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
         return self._target.decode(ids, unknown=unknown)
