@@ -1,11 +1,13 @@
 """A Transformer with DLCL that has the names, ids and arithmetic of the authors' checkpoints.
 
-Written from the paper and the description of their files: every state in a list, stacked and summed
-for each layer, whole prefixes decoded anew. Slow, and with nothing of deepfast in it.
+Written from the paper and the description of their files: torch's layers, every state in a list,
+stacked and summed for each layer, whole prefixes decoded anew. Slow, and with nothing of deepfast
+in it.
 """
 
 import argparse
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -14,55 +16,25 @@ from torch import nn
 LUA, PAD, EOS, UNK = range(4)
 
 
-class Attention(nn.Module):
-    def __init__(self, dim, heads):
-        super().__init__()
-        self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.randn(3 * dim, dim) * dim**-0.5)
-        self.in_proj_bias = nn.Parameter(0.1 * torch.randn(3 * dim))
-        self.out_proj = nn.Linear(dim, dim)
+def their_names(state, later):
+    """The weights under the names of fairseq of 2018, or of a ``later`` one, in place of torch's.
 
-    def forward(self, query, memory, mask):
-        """mask (B, 1, T, S): True is hidden."""
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        inputs = (query, memory, memory)
-        q, k, v = (
-            F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x, w, b in zip(inputs, weights, biases, strict=True)
-        )
-        score = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-        share = score.masked_fill(mask, -math.inf).softmax(-1)
-        return self.out_proj((share @ v).transpose(1, 2).flatten(2))
-
-
-class Layer(nn.Module):
-    def __init__(self, dim, heads, ffn, pre, crosses, later_names):
-        super().__init__()
-        self.pre, self.crosses = pre, crosses
-        self.self_attn = Attention(dim, heads)
-        if crosses:
-            self.encoder_attn = Attention(dim, heads)
-        self.fc1, self.fc2 = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
-        norms = [nn.LayerNorm(dim) for _ in range(2 + crosses)]
-        if later_names:
-            names = ["self_attn", "encoder_attn", "final"] if crosses else ["self_attn", "final"]
-            for name, norm in zip(names, norms, strict=True):
-                setattr(self, f"{name}_layer_norm", norm)
-            self.norms = lambda i: getattr(self, f"{names[i]}_layer_norm")
+    The later one has a matrix each for query, key and value.
+    """
+    renamed = {}
+    for name, weight in state.items():
+        name = name.replace("multihead_attn", "encoder_attn").replace(".linear", ".fc")
+        if norm := re.search(r"\.norm(\d)\.", name):
+            number, crosses = int(norm[1]) - 1, ["encoder_attn"] * name.startswith("decoder")
+            place = ["self_attn", *crosses, "final"][number]
+            theirs = f".{place}_layer_norm." if later else f".layer_norms.{number}."
+            name = name.replace(norm[0], theirs)
+        if later and "in_proj_" in name:
+            names = [name.replace("in_proj_", f"{n}_proj.") for n in "qkv"]
+            renamed |= zip(names, weight.chunk(3), strict=True)
         else:
-            self.layer_norms = nn.ModuleList(norms)
-            self.norms = lambda i: self.layer_norms[i]
-
-    def sublayer(self, i, x, f):
-        if self.pre:
-            return x + f(self.norms(i)(x))
-        return self.norms(i)(x + f(x))
-
-    def forward(self, x, mask, memory=None, memory_mask=None):
-        x = self.sublayer(0, x, lambda n: self.self_attn(n, n, mask))
-        if self.crosses:
-            x = self.sublayer(1, x, lambda n: self.encoder_attn(n, memory, memory_mask))
-        return self.sublayer(1 + self.crosses, x, lambda n: self.fc2(F.relu(self.fc1(n))))
+            renamed[name] = weight
+    return renamed
 
 
 class History(nn.Module):
@@ -108,16 +80,17 @@ class Positions(nn.Module):
 
 
 class Side(nn.Module):
-    def __init__(self, layers, embedding, dim, heads, ffn, pre, history, crosses, later_names):
+    def __init__(self, layers, embedding, history, layer, dim, heads, ffn, pre):
         super().__init__()
         self.embed_tokens, self.embed_positions = embedding, Positions()
         self.layers = nn.ModuleList(
-            Layer(dim, heads, ffn, pre, crosses, later_names) for _ in range(layers)
+            layer(dim, heads, ffn, dropout=0.0, batch_first=True, norm_first=pre)
+            for _ in range(layers)
         )
         self.history = history
         self.layer_norm = nn.LayerNorm(dim) if pre else None
 
-    def run(self, tokens, *masks):
+    def run(self, tokens, *memory, **masks):
         dim = self.embed_tokens.weight.shape[1]
         x = math.sqrt(dim) * self.embed_tokens(tokens) + self.embed_positions(tokens, dim)
         states = []
@@ -125,7 +98,7 @@ class Side(nn.Module):
             self.history.add(states, x)
         for layer in self.layers:
             x = x if self.history is None else self.history.pop(states)
-            x = layer(x, *masks)
+            x = layer(x, *memory, **masks)
             if self.history is not None:
                 self.history.add(states, x)
         x = x if self.history is None else self.history.pop(states)
@@ -158,9 +131,11 @@ class FairseqLike(nn.Module):
         rest = dim, heads, ffn, pre
         dlcl = numbering != "no history"
         numbering = numbering if dlcl else "none"
-        self.encoder = Side(layers[0], first, *rest, history(layers[0], dlcl), False, later_names)
-        self.decoder = Side(layers[1], second, *rest, history(layers[1], dlcl and decoder_history),
-                            True, later_names)  # fmt: skip
+        self.encoder = Side(layers[0], first, history(layers[0], dlcl),
+                            nn.TransformerEncoderLayer, *rest)  # fmt: skip
+        self.decoder = Side(layers[1], second, history(layers[1], dlcl and decoder_history),
+                            nn.TransformerDecoderLayer, *rest)  # fmt: skip
+        self.later_names = later_names
         if share == "none":
             self.decoder.embed_out = nn.Parameter(torch.randn(target, dim) * dim**-0.5)
         with torch.no_grad():
@@ -182,10 +157,10 @@ class FairseqLike(nn.Module):
 
     def forward(self, source, target):
         """Ids (B, S) and (B, T) to logits (B, T, V). The source is padded on the left."""
-        hidden = (source == PAD)[:, None, None, :]
-        memory = self.encoder.run(source, hidden)
+        hidden = source == PAD
+        memory = self.encoder.run(source, src_key_padding_mask=hidden)
         future = torch.ones(target.shape[1], target.shape[1]).triu(1).bool()
-        x = self.decoder.run(target, future[None, None], memory, hidden)
+        x = self.decoder.run(target, memory, tgt_mask=future, memory_key_padding_mask=hidden)
         out = getattr(self.decoder, "embed_out", None)
         return F.linear(x, self.decoder.embed_tokens.weight if out is None else out)
 
@@ -203,7 +178,8 @@ class FairseqLike(nn.Module):
     def checkpoint(self):
         """The content of the checkpoint's file."""
         return {
-            "args": self.namespace, "model": self.state_dict(), "extra_state": {"epoch": 3},
+            "args": self.namespace, "model": their_names(self.state_dict(), self.later_names),
+            "extra_state": {"epoch": 3},
             "optimizer_history": [{"criterion_name": "LabelSmoothedCrossEntropyCriterion"}],
             "last_optimizer_state": None,
         }  # fmt: skip
