@@ -4,8 +4,6 @@ import itertools
 import pickle
 import random
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -73,27 +71,6 @@ def test_training_is_deterministic_and_silent(vocabulary, capfd):
     assert again.fingerprint() == vocabulary.fingerprint()
     assert Vocabulary.train(SENTENCES, 90) != vocabulary
     assert capfd.readouterr() == ("", "")
-
-
-def test_other_threads_run_while_a_vocabulary_is_learned():
-    """Under torchrun one of them tells the other ranks that this one lives."""
-    letters = random.Random(1)
-    lines = [" ".join("".join(letters.choices("abcdefghij", k=6)) for _ in range(12))
-             for _ in range(5000)]  # fmt: skip
-    times, ended = [time.perf_counter()], threading.Event()
-
-    def run():
-        while not ended.wait(0.01):
-            times.append(time.perf_counter())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    Vocabulary.train(lines, 2000)
-    times.append(time.perf_counter())
-    ended.set()
-    thread.join()
-    longest = max(later - before for before, later in itertools.pairwise(times))
-    assert longest < (times[-1] - times[0]) / 2
 
 
 def test_every_digit_is_a_piece_unless_told(vocabulary):
@@ -239,11 +216,6 @@ def test_tags_are_one_token_in_front():
     # A tag that the vocabulary does not have is text.
     assert tagged.encode("<es> the dog")[0] not in (4, 5)
     assert Vocabulary.from_bytes(tagged.to_bytes()).tags == tagged.tags
-
-
-def test_a_vocabulary_without_tags(vocabulary):
-    assert vocabulary.tags == {}
-    assert vocabulary.encode("<de> the dog") == vocabulary._processor.EncodeAsIds("<de> the dog")
 
 
 def test_split_tag():

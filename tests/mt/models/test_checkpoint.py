@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import load_model, read_checkpoint
+from deepfast.mt.models.checkpoint import load_model
 
 CONFIG = {
     "vocab_size": 11, "dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3,
@@ -70,13 +70,6 @@ def test_bfloat16_weights(content, save):
     content["model"] = {name: w.bfloat16() for name, w in content["model"].items()}
     model, _ = load_model(save(content))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu(content, save):
-    model, _ = load_model(save(content), "cuda")
-    assert {p.device.type for p in model.parameters()} == {"cuda"}
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.3, 0.9, 0.999])
@@ -178,7 +171,3 @@ def test_parts_that_do_not_go_together(content, save, changes, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         load_model(save(content))
     assert "\n" not in str(error.value)
-
-
-def test_what_belongs_to_training_is_there(content, save):
-    assert read_checkpoint(save(content))["training"] == {"step": 7}

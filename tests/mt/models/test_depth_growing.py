@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.mt.models import Transformer
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.reference.depth_growing import depth_growing
@@ -75,15 +74,6 @@ def test_the_bottoms_own_projection_gives_the_logits():
         s1 = bottom.decoder.forward_packed(y, target, h1, packing)
         s2 = model.decoder.forward_packed(y + s1, target, h2, packing)
         assert torch.equal(model(SOURCE, TARGET), s2 @ bottom.output.weight.T)
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_the_bottom_is_the_transformer_that_was_trained(name):
-    model = make(name, torch.float32)
-    before = Transformer(model.config.bottom).eval()
-    before.load_state_dict(model.bottom.state_dict())
-    with torch.no_grad():
-        assert torch.equal(before(SOURCE, TARGET), model.bottom(SOURCE, TARGET))
 
 
 @pytest.mark.parametrize("bottom_dropout", [False, True])

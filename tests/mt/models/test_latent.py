@@ -10,7 +10,6 @@ import torch
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.models.prune import prune_checkpoint, prune_layers
 from deepfast.mt.search import beam_search
-from tests.mt.models.kinds import assert_steps_equal_forward
 
 # Tags are 4 to 6, at the front; the second sentence is padded.
 SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
@@ -68,19 +67,6 @@ def test_the_tag_chooses_the_layers():
         called.clear()
         model(torch.tensor([[0, 0, tag, 8, 3]]), TARGET[:1])
         assert called == layers
-
-
-def test_decoding_step_by_step_equals_forward():
-    model = build(latent={"evaluation": "mean"})
-    for tag in LANGUAGES.values():
-        assert_steps_equal_forward(model, tagged(tag), TARGET, rtol=1e-4, atol=1e-4)
-
-
-def test_evaluation_does_not_sample():
-    model = build()
-    assert torch.equal(*(model(SOURCE, TARGET) for _ in range(2)))
-    model.train()
-    assert not torch.equal(*(model(SOURCE, TARGET) for _ in range(2)))
 
 
 def test_sources_without_one_language_and_layers_without_a_number_are_refused():

@@ -100,26 +100,6 @@ def _one_thread(threads):
 
 
 @pytest.fixture(scope="session")
-def make_model():
-    return lively
-
-
-@pytest.fixture(scope="session")
-def make_grown():
-    return grown
-
-
-@pytest.fixture(params=[lively, grown], ids=["transformer", "grown"])
-def any_model(request):
-    return request.param()
-
-
-@pytest.fixture(scope="session")
-def make_table():
-    return Table
-
-
-@pytest.fixture(scope="session")
 def vocabulary():
     return Vocabulary.train(SENTENCES, 60)
 

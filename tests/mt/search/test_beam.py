@@ -8,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search
+from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search, score_hypotheses
 from deepfast.mt.search.beam import length_divisor
 from deepfast.mt.search.options import LENGTH_FORMS
+from tests.mt.search.conftest import Table, grown, lively
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
-SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [7, 3, 0, 0]])
+# The last one is padded on the left.
+SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [0, 0, 7, 3]])
+EVERY = pytest.mark.parametrize("make", [lively, grown])
 
 
 def random_rule(seed, vocab_size, scale=2.0):
@@ -87,13 +90,13 @@ def assert_same(got, expected, tolerance):
     max_length=st.integers(1, 8),
     data=st.data(),
 )
-def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length, data):
+def test_equals_the_plain_search(seed, beam, alpha, form, max_length, data):
     rule = random_rule(seed, 9, scale=1.5)
     nbest = data.draw(st.integers(1, beam))
     options = DecodingOptions(
         beam=beam, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest
     )
-    got = beam_search(make_table(rule), SOURCE, options)
+    got = beam_search(Table(rule), SOURCE, options)
     for index, hypotheses in enumerate(got):
         expected = plain_search(
             lambda prefix, index=index: rule(index, prefix).log_softmax(0),
@@ -104,10 +107,11 @@ def test_equals_the_plain_search(make_table, seed, beam, alpha, form, max_length
         assert len(hypotheses) == (nbest if max_length > 1 else min(nbest, 7))
 
 
+@EVERY
 @pytest.mark.parametrize("beam", [1, 5])
-def test_cached_search_equals_the_plain_search_without_cache(any_model, beam):
+def test_cached_search_equals_the_plain_search_without_cache(make, beam):
     """Each sentence alone, without padding."""
-    model = any_model.double().eval()
+    model = make().double().eval()
     got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=6))
     for source, hypotheses in zip(SOURCE, got, strict=True):
         log_probs = forward_log_probs(model, source[source != PAD][None])
@@ -115,21 +119,36 @@ def test_cached_search_equals_the_plain_search_without_cache(any_model, beam):
         assert_same(hypotheses, expected, 1e-9)
 
 
-def test_finished_sentences_leave_the_batch(make_table):
+@EVERY
+@pytest.mark.parametrize("mode", [False, True])
+def test_forced_decoding_is_the_forward_pass(make, mode):
+    """Without dropout, and the model's mode is left as it was."""
+    model = make().double().train(mode)
+    given = [[(4, 5), (), (6, 7, 8, 4, 4, 4)], [], [(8,)]]
+    got = score_hypotheses(model, SOURCE, given)
+    assert all(module.training == mode for module in (model, model.encoder, model.decoder))
+    model.eval()
+    for source, translations, scores in zip(SOURCE, given, got, strict=True):
+        log_probs = forward_log_probs(model, source[source != PAD][None])
+        expected = [log_prob(log_probs, (*tokens, EOS)) for tokens in translations]
+        assert scores == pytest.approx(expected, rel=1e-9)
+
+
+def test_finished_sentences_leave_the_batch():
     def rule(sentence, prefix):
         logits = torch.full((9,), -20.0)
         logits[EOS if len(prefix) >= 3 * sentence else 4 + len(prefix) % 5] = 20.0
         return logits
 
-    model = make_table(rule)
+    model = Table(rule)
     results = beam_search(model, SOURCE, DecodingOptions(beam=2, max_length=20))
     assert [len(best.tokens) for (best,) in results] == [0, 3, 6]
     # One row a sentence at first; two once the beam is full; none for a sentence that is done.
     assert model.rows == [3, 4, 4, 4, 2, 2, 2]
 
 
-def test_equal_candidates_by_hypothesis_then_by_id(make_table):
-    flat = make_table(lambda sentence, prefix: torch.zeros(40))
+def test_equal_candidates_by_hypothesis_then_by_id():
+    flat = Table(lambda sentence, prefix: torch.zeros(40))
     options = DecodingOptions(beam=4, nbest=4, max_length=2, no_unknown=True)
     best = beam_search(flat, SOURCE[:1], options)[0]
     # At first eos (3) and the tokens 4, 5, 6; then 4 is continued by eos, 4, 5, 6; then eos.
@@ -138,7 +157,7 @@ def test_equal_candidates_by_hypothesis_then_by_id(make_table):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ties_across_the_cut(make_table, dtype):
+def test_ties_across_the_cut(dtype):
     def rule(sentence, prefix):
         logits = torch.full((3000,), -1.0, dtype=dtype)
         logits[[2999, 1500, 700, 600, 50]] = 1.0
@@ -147,13 +166,13 @@ def test_ties_across_the_cut(make_table, dtype):
 
     for beam, tokens in ((1, [2000]), (2, [2000, 50]), (4, [2000, 50, 600, 700])):
         best = beam_search(
-            make_table(rule), SOURCE[:1], DecodingOptions(beam=beam, nbest=beam, max_length=1)
+            Table(rule), SOURCE[:1], DecodingOptions(beam=beam, nbest=beam, max_length=1)
         )[0]
         assert [h.tokens[0] for h in best] == tokens
 
 
-def test_length_limits(make_table):
-    endless = make_table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
+def test_length_limits():
+    endless = Table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
     assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
     limited = beam_search(endless, SOURCE, DecodingOptions(max_length=4))
     assert [best.tokens for (best,) in limited] == [(4,) * 4] * 3
@@ -169,34 +188,34 @@ def test_what_divides_a_log_probability():
     assert length_divisor(7, power) == 49
 
 
-def test_special_tokens_are_not_generated(make_table):
+def test_special_tokens_are_not_generated():
     def rule(sentence, prefix):
         return torch.tensor([9.0, 8.0, 9.0, -2.0, 0.0, -1.0])
 
-    (best,) = beam_search(make_table(rule), SOURCE[:1], DecodingOptions(beam=1, max_length=3))[0]
+    (best,) = beam_search(Table(rule), SOURCE[:1], DecodingOptions(beam=1, max_length=3))[0]
     assert best.tokens == (UNK,) * 3
     options = {"beam": 1, "max_length": 3, "no_unknown": True}
-    (best,) = beam_search(make_table(rule), SOURCE[:1], DecodingOptions(**options))[0]
+    (best,) = beam_search(Table(rule), SOURCE[:1], DecodingOptions(**options))[0]
     assert best.tokens == (4,) * 3
     # The probability of banned tokens is not shared among the others.
     row = rule(0, ()).log_softmax(0)
     assert best.log_prob == pytest.approx(float(3 * row[4] + row[EOS]), abs=1e-5)
 
 
-def test_other_special_ids(make_table):
+def test_other_special_ids():
     rule = lambda sentence, prefix: torch.tensor([0.0, 9.0, 3.0 * len(prefix), 0.0, 4.0])  # noqa: E731
     options = DecodingOptions(beam=1, no_unknown=True)
     ids = {"bos_id": 2, "eos_id": 2, "unk_id": 3}
     # fairseq's ids: decoding starts with eos, which may be generated all the same.
-    (best,) = beam_search(make_table(rule, padding_idx=1), SOURCE[:1], options, **ids)[0]
+    (best,) = beam_search(Table(rule, padding_idx=1), SOURCE[:1], options, **ids)[0]
     assert best.tokens == (4, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(make_model, precision):
-    model = make_model(seed=1).eval()
+def test_on_a_gpu(precision):
+    model = lively(seed=1).eval()
     expected = beam_search(model, SOURCE)
     model.cuda()
     with torch.autocast("cuda", precision, enabled=precision != torch.float32):
@@ -206,8 +225,8 @@ def test_on_a_gpu(make_model, precision):
         assert g.score == pytest.approx(e.score, abs=tolerance * abs(e.score) + tolerance)
 
 
-def test_modes_and_gradients_are_left_as_they_were(make_model):
-    model = make_model(dropout=0.5)
+def test_modes_and_gradients_are_left_as_they_were():
+    model = lively(dropout=0.5)
     model.train()
     model.decoder.eval()
     first, second = beam_search(model, SOURCE), beam_search(model, SOURCE)
@@ -235,6 +254,6 @@ def third_step(bad, place, sentence, prefix):
          "position 1, got probability 0 for all"),
     ],
 )  # fmt: skip
-def test_logits_without_a_next_token(make_table, rule, sentence):
+def test_logits_without_a_next_token(rule, sentence):
     with pytest.raises(RuntimeError, match=sentence):
-        beam_search(make_table(rule), SOURCE, DecodingOptions(no_unknown=True))
+        beam_search(Table(rule), SOURCE, DecodingOptions(no_unknown=True))

@@ -8,18 +8,18 @@ from deepfast.mt.data import TokenVocabulary, Vocabulary
 from deepfast.mt.search import (
     DecodingOptions,
     Ensemble,
-    beam_search,
     translate_lines,
     translate_nbest,
 )
+from tests.mt.search.conftest import lively
 
 LINES = ["the old bridge", "", "we walk home"]
 FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 
 
 @pytest.fixture
-def models(model, vocabulary, make_model, lstm):
-    return [model, make_model(len(vocabulary), seed=5).eval(), lstm]
+def models(model, vocabulary, lstm):
+    return [model, lively(len(vocabulary), seed=5).eval(), lstm]
 
 
 def steps(model, source, tokens):
@@ -50,17 +50,6 @@ def test_hypotheses_move_in_every_model(models):
     )
 
 
-def test_one_model_many_times_is_the_model(model, vocabulary):
-    source = torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
-    alone = beam_search(model, source, DecodingOptions(beam=3, nbest=2, max_length=6))
-    together = beam_search(
-        Ensemble([model] * 3), source, DecodingOptions(beam=3, nbest=2, max_length=6)
-    )
-    for one, other in zip(alone, together, strict=True):
-        assert [h.tokens for h in one] == [h.tokens for h in other]
-        assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-4)
-
-
 def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path, capsys):
     source = tmp_path / "source"
     source.write_text("".join(f"{line}\n" for line in LINES))
@@ -87,13 +76,13 @@ def test_models_that_cannot_vote(models, write, tmp_path, capsys):
         assert sentence in said
 
 
-def test_lines_of_several_languages(make_model):
+def test_lines_of_several_languages():
     """Each model chooses layers for a batch, and each numbers the languages in its own way."""
     vocabulary = TokenVocabulary(["<de>", "<fr>", *"abcdefgh"])
     tags = {tag: vocabulary.encode(f"<{tag}>")[0] for tag in ("de", "fr")}
     latent = {"encoder_connection": "latent", "decoder_connection": "latent"}
     models = [
-        make_model(len(vocabulary), seed, **options)
+        lively(len(vocabulary), seed, **options)
         for seed, options in enumerate(
             [latent | {"languages": tags}, latent | {"languages": dict(reversed(tags.items()))}, {}]
         )

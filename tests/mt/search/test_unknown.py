@@ -7,7 +7,7 @@ from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import UNK
 from deepfast.mt.search import DecodingOptions, Ensemble, translate_nbest
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
-from tests.mt.search.conftest import recurrent
+from tests.mt.search.conftest import Table, grown, lively, recurrent
 
 LINE = "the old bridge of Ωxford"
 
@@ -45,12 +45,12 @@ def test_copies_or_translates_what_is_looked_at(vocabulary):
         assert replace_unknown(model, vocabulary, LINE, [[UNK] * 3], dictionary) == [text]
 
 
-def test_a_dictionary_replaces_the_marks_of_a_translation(model, make_table, tmp_path):
+def test_a_dictionary_replaces_the_marks_of_a_translation(model, tmp_path):
     """A model that says ``<unk:+0> c <unk:-1>``."""
     vocabulary = Vocabulary.train(["a b <unk:+0> c <unk:-1>"] * 3, 9, whole_words=True)
     wanted = [*vocabulary.encode("<unk:+0> c <unk:-1>"), vocabulary.eos_id]
     rows = torch.eye(len(vocabulary)) * 50
-    table = make_table(lambda _, prefix: rows[wanted[len(prefix)]])
+    table = Table(lambda _, prefix: rows[wanted[len(prefix)]])
     table.config.vocab_size = len(vocabulary)
     table.anything = torch.nn.Parameter(torch.zeros(1))
     path = tmp_path / "dictionary"
@@ -104,10 +104,10 @@ def test_every_model_with_attention(model, grown_model, lstm, vocabulary, kind):
     assert [b[0][0] for b in plain] == [b[0][0] for b in replaced]
 
 
-@pytest.mark.parametrize("kind", ["transformer", "depth_growing"])
-def test_a_transformer_tells_its_cross_attention(make_model, make_grown, kind):
+@pytest.mark.parametrize("make", [lively, grown])
+def test_a_transformer_tells_its_cross_attention(make):
     """With one head, the alignment must be the weights of the values in the last layer."""
-    model = {"transformer": make_model, "depth_growing": make_grown}[kind](20, heads=1).eval()
+    model = make(20, heads=1).eval()
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
     weights = model.alignment(source, target)
