@@ -27,6 +27,12 @@ REFERENCES = ["the long bridge is closed", "", "12 boats", "we read home"]
 OPTIONS = {"beam": 3, "max_length": 6}
 
 
+def mixed(model, vocabulary, alpha, gamma, **options):
+    """The best translation of each line by deep-shallow decoding."""
+    weights = {"deep_shallow": True, "alpha": alpha, "gamma": gamma}
+    return translate_lines(model, vocabulary, LINES, DecodingOptions(**OPTIONS | options | weights))
+
+
 def test_ranked_by_the_formula():
     generator = random.Random(4)
 
@@ -74,8 +80,8 @@ def test_each_judges_the_others_in_the_order_of_lines(grown_model, vocabulary):
         for own, other in ((grown_model, grown_model.bottom), (grown_model.bottom, grown_model)):
             found = beam_search(own, source, DecodingOptions(nbest=3, **OPTIONS))[0]
             for h in found:
-                mixed = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
-                score = mixed / (len(h.tokens) + 1) ** 0.8
+                score = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
+                score /= (len(h.tokens) + 1) ** 0.8
                 text = vocabulary.decode(h.tokens)
                 scores[text] = max(score, scores.get(text, score))
             differing += vocabulary.decode(found[0].tokens) != best[0][1]
@@ -96,13 +102,10 @@ def test_tuned_weights_are_the_best_of_all(grown_model, vocabulary, monkeypatch)
     monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
     grid = {"alphas": (0.0, 0.5, 1.0), "gammas": (0.0, 2.0)}
     options = {"beam": 4, "max_length": 12}
-    texts = {}
-    for pair in itertools.product(*grid.values()):
-        weights = dict(zip(("alpha", "gamma"), pair, strict=True))
-        best = translate_nbest(
-            grown_model, vocabulary, LINES, DecodingOptions(deep_shallow=True, **weights, **options)
-        )
-        texts[pair] = [text[0][1] for text in best]
+    texts = {
+        (alpha, gamma): mixed(grown_model, vocabulary, alpha, gamma, **options)
+        for alpha, gamma in itertools.product(*grid.values())
+    }
     assert len({tuple(lines) for lines in texts.values()}) > 2
     # The pair that gives the references is found, even far from the defaults.
     for wanted in texts:
@@ -130,13 +133,8 @@ def test_commands(grown_model, vocabulary, grown_checkpoint, tmp_path, capsys):
 
     arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
     assert main(["translate", str(grown_checkpoint), *arguments]) == 0
-    best = translate_nbest(
-        grown_model,
-        vocabulary,
-        LINES,
-        DecodingOptions(deep_shallow=True, alpha=tuned["alpha"], gamma=tuned["gamma"], **OPTIONS),
-    )
-    assert capsys.readouterr().out.split("\n") == [*(texts[0][1] for texts in best), ""]
+    best = mixed(grown_model, vocabulary, tuned["alpha"], tuned["gamma"])
+    assert capsys.readouterr().out.split("\n") == [*best, ""]
 
     score = ["score", "--checkpoint", str(grown_checkpoint), "--source", *text, "--json", *FAST]
     assert main([*score, "--deep-shallow", *weights]) == 0
@@ -151,15 +149,9 @@ def test_tuned_flags_are_ready_to_paste_where_they_help(
     monkeypatch.setattr("deepfast.mt.search.deep_shallow.bleu_against", right)
     (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
     deep = translate_lines(grown_model, vocabulary, LINES, DecodingOptions(**OPTIONS))
-    best = translate_nbest(
-        grown_model,
-        vocabulary,
-        LINES,
-        DecodingOptions(deep_shallow=True, alpha=0.0, gamma=2.0, **OPTIONS),
-    )
-    mixed = [texts[0][1] for texts in best]
-    assert mixed != deep
-    for references, helps in ((mixed, True), (deep, False)):
+    best = mixed(grown_model, vocabulary, 0.0, 2.0)
+    assert best != deep
+    for references, helps in ((best, True), (deep, False)):
         (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in references))
         text = ["--source", str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
         assert main(["tune", str(grown_checkpoint), *text, *FAST]) == 0
