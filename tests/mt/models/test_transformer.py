@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from deepfast.mt.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
 from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
@@ -38,41 +37,18 @@ def test_rms_norms(name):
     assert len(norms) == 3 * 2 + 2 * 3 + (2 if name == "rms" else 0)
 
 
-def test_the_future_is_not_seen():
-    model, changed = make("dlcl"), TARGET.clone()
-    changed[0, 3] = 10
-    with torch.no_grad():
-        before, after = model(SOURCE, TARGET), model(SOURCE, changed)
-    assert torch.equal(before[:3], after[:3])
-    assert not torch.allclose(before[3], after[3])
-
-
-def test_embedding_is_tied():
-    model = make("dlcl")
-    assert sum("embed" in name for name, _ in model.named_parameters()) == 1
-    model(SOURCE, TARGET).square().sum().backward()
-    tied = model.embedding.weight.grad.clone()
-    model.zero_grad()
-    # The gradient of the shared matrix is the sum over its two uses.
-    output = model.embedding.weight.detach().clone().requires_grad_()
-    model.project = lambda x: F.linear(x, output)
-    model(SOURCE, TARGET).square().sum().backward()
-    torch.testing.assert_close(model.embedding.weight.grad + output.grad, tied)
-    assert output.grad.abs().sum() > 0
-    assert model.embedding.weight.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("decoder's embedding", ["embedding", "target_embedding"]),
+    [("dlcl", ["embedding"]), ("decoder's embedding", ["embedding", "target_embedding"]),
      ("own embeddings", ["embedding", "output", "target_embedding"])],
 )  # fmt: skip
-def test_embeddings_that_are_not_shared(name, names):
+def test_embeddings_that_are_shared_or_not(name, names):
     model = make(name)
     found = {key.partition(".")[0] for key, _ in model.named_parameters()}
     assert sorted(found - {"encoder", "decoder"}) == names
     assert model.embedding.weight.shape == (11, 12)
-    assert model(SOURCE, TARGET + 2 * (TARGET > 8)).shape == (REAL.sum(), 13)
+    words = 11 if name == "dlcl" else 13
+    assert model(SOURCE, TARGET.clamp(max=words - 1)).shape == (REAL.sum(), words)
 
 
 def test_the_first_position_shifts_the_sinusoids():
