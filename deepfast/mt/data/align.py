@@ -64,6 +64,8 @@ class Aligner:
             for ids, words in zip(self._ids, pair, strict=True):
                 for word in words:
                     ids.setdefault(word, len(ids))
+        # One more: words that were not in the text have the last number.
+        self._targets = len(self._ids[1]) + 1
         self._keys = self._different(pairs)
         """The pairs of words, as source * targets + target, in rising order."""
         source, target = self._keys // self._targets, self._keys % self._targets
@@ -77,11 +79,6 @@ class Aligner:
                     count.index_add_(0, at, share)
             self._forward = _normalised(counts[0], source)
             self._backward = _normalised(counts[1], target)
-
-    @property
-    def _targets(self) -> int:
-        # One more: words that were not in the text have the last number.
-        return len(self._ids[1]) + 1
 
     def _numbers(self, side: int, sentences: Sequence[Words]) -> Tensor:
         ids = self._ids[side]

@@ -45,13 +45,10 @@ class _Unpickler(pickle.Unpickler):
     """Refuses what `pickle` would otherwise run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in SAFE.get(module, ()) and not _is_dtype(module, name):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in SAFE.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"unexpected {module}.{name}")
         return super().find_class(module, name)
-
-
-def _is_dtype(module: str, name: str) -> bool:
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 class Reader(dcp.FileSystemReader):

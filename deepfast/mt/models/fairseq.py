@@ -126,11 +126,6 @@ def _unlike(expected: str, got: object) -> ValueError:
     return ValueError(f"fairseq checkpoint: expected {expected}, got {got}")
 
 
-def _unlike_sides(expected: str, encoder: object, decoder: object) -> ValueError:
-    got = f"{encoder} in the encoder and {decoder} in the decoder"
-    return _unlike(f"{expected} on both sides", got)
-
-
 class _Weights:
     """A state dict that knows which of its weights were read."""
 
@@ -182,37 +177,32 @@ def convert(content: dict[str, Any]) -> tuple[TransformerConfig, dict[str, Tenso
     return config, state
 
 
-def _one(args: argparse.Namespace, name: str) -> Any:
-    """An argument that both sides have; it must be the same on both."""
-    values = []
-    for side in SIDES:
-        if not hasattr(args, f"{side}_{name}"):
-            raise _unlike(f"args.{side}_{name}", "none")
-        values.append(getattr(args, f"{side}_{name}"))
-    if values[0] != values[1]:
-        raise _unlike_sides(f"the same {name}", *values)
-    return values[0]
-
-
 def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
     for name, usual in (("encoder_learned_pos", False), ("decoder_learned_pos", False),
                         ("no_token_positional_embeddings", False), ("no_scale_embedding", False),
                         ("activation_fn", "relu")):  # fmt: skip
         if getattr(args, name, usual) != usual:
             raise _unlike(f"{name} {usual}", getattr(args, name))
-    source = weights.all.get("encoder.embed_tokens.weight")
-    target = weights.all.get("decoder.embed_tokens.weight")
-    if source is None or target is None:
-        side = "encoder" if source is None else "decoder"
-        raise _unlike(f"{side}.embed_tokens.weight", "none")
+    for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        if name not in weights:
+            raise _unlike(name, "none")
+    source, target = (weights.all[f"{side}.embed_tokens.weight"] for side in SIDES)
     share = "decoder"
     if "decoder.embed_out" in weights:
         share = "none"
     elif source.shape == target.shape and torch.equal(source, target):
         share = "all"
-    sides, dlcl = _connections(args, weights, source.shape[1])
-    for side in SIDES:
-        sides[f"{side}_layers"] = len(weights.indices(rf"{side}\.layers\.(\d+)\."))
+    encoder, decoder = (_side(args, weights, side, source.shape[1]) for side in SIDES)
+    for name, value in encoder.items():
+        other = decoder[name]
+        # A side without DLCL has no options of it.
+        if value != other and (name != "dlcl" or None not in (value, other)):
+            what = "DLCL alike" if name == "dlcl" else f"the same {name}"
+            got = f"{value} in the encoder and {other} in the decoder"
+            raise _unlike(f"{what} on both sides", got)
+    dlcl = [side["dlcl"] for side in (encoder, decoder)]
+    connections = ["residual" if options is None else "dlcl" for options in dlcl]
+    layers = [len(weights.indices(rf"{side}\.layers\.(\d+)\.")) for side in SIDES]
     return TransformerConfig(
         vocab_size=source.shape[0],
         target_vocab_size=None if share == "all" else target.shape[0],
@@ -220,41 +210,37 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
         first_position=FIRST_POSITION,
         padding_idx=0,
         dim=source.shape[1],
-        heads=_one(args, "attention_heads"),
-        ffn_dim=_one(args, "ffn_embed_dim"),
-        **sides,
-        norm="pre" if _one(args, "normalize_before") else "post",
+        heads=encoder["attention_heads"],
+        ffn_dim=encoder["ffn_embed_dim"],
+        encoder_layers=layers[0],
+        decoder_layers=layers[1],
+        encoder_connection=connections[0],
+        decoder_connection=connections[1],
+        norm="pre" if encoder["normalize_before"] else "post",
         dropout=getattr(args, "dropout", 0.1),
         attention_dropout=getattr(args, "attention_dropout", 0.0),
         activation_dropout=getattr(args, "relu_dropout", 0.0),
-        dlcl=dlcl,
+        dlcl=dlcl[0] or dlcl[1] or {},
     )
 
 
-def _connections(
-    args: argparse.Namespace, weights: _Weights, dim: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The connection of each side, and the options of DLCL, which must be the same on both."""
-    connections, options = {}, {}
-    for side in SIDES:
-        has_weight = f"{side}.history.weight" in weights
-        known = (None, "learnable_dense", "learnable_dense_nonorm")
-        kind = getattr(args, f"{side}_history_type", known[has_weight])
-        if kind not in known or has_weight != (kind is not None):
-            held = "" if has_weight else "no "
-            raise _unlike(
-                f"{side}_history_type learnable_dense, learnable_dense_nonorm or none",
-                f"{kind} and {held}{side}.history.weight",
-            )
-        connections[f"{side}_connection"] = "dlcl" if has_weight else "residual"
-        if has_weight:
-            options[side] = _options(args, weights, side, dim)
-    if len(options) == 2 and options["encoder"] != options["decoder"]:
-        raise _unlike_sides("DLCL alike", options["encoder"], options["decoder"])
-    return connections, next(iter(options.values()), {})
-
-
-def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -> dict[str, Any]:
+def _side(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -> dict[str, Any]:
+    """What both sides must share: some arguments, and the options of DLCL, None without it."""
+    found: dict[str, Any] = {}
+    for name in ("attention_heads", "ffn_embed_dim", "normalize_before"):
+        if not hasattr(args, f"{side}_{name}"):
+            raise _unlike(f"args.{side}_{name}", "none")
+        found[name] = getattr(args, f"{side}_{name}")
+    has_weight = f"{side}.history.weight" in weights
+    known = (None, "learnable_dense", "learnable_dense_nonorm")
+    kind = getattr(args, f"{side}_history_type", known[has_weight])
+    if kind not in known or has_weight != (kind is not None):
+        raise _unlike(
+            f"{side}_history_type learnable_dense, learnable_dense_nonorm or none",
+            f"{kind} and {'' if has_weight else 'no '}{side}.history.weight",
+        )
+    if not has_weight:
+        return found | {"dlcl": None}
     shape = weights.all[f"{side}.history.weight"].shape
     options: dict[str, Any] = {}
     per_pair = shape[2] if len(shape) == 3 else 1
@@ -266,7 +252,7 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
     if not norms:
         options["norm"] = None
     elif len(norms) == shape[0]:
-        if not getattr(args, f"{side}_normalize_before"):
+        if not found["normalize_before"]:
             # In post-norm their code normalises the embedding twice, when it is stored and when it
             # is read. No formula of the paper does.
             raise _unlike(
@@ -274,7 +260,7 @@ def _options(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -
                 f"{side}.history.layer_norms.0 in post-norm",
             )
         options["normalize_embedding"] = True
-    return options
+    return found | {"dlcl": options}
 
 
 def _weight(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from deepfast.mt.models.transformer import Transformer
 from deepfast.mt.models.transformer_config import SIDES, TransformerConfig, without_unread
-from deepfast.nn import LatentDepth
 
 BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 """The linear maps of a layer whose results its gate scales."""
@@ -53,7 +52,12 @@ def prune_layers(
     chosen = range(len(names) or 1) if language is None else [names.index(language)]
     changes: dict[str, Any] = {}
     for side in latent:
-        gates = [_gates(getattr(model, side).latent, index) for index in chosen]
+        depth = getattr(model, side).latent
+        # z of each layer that stays, and 0.0 for the others.
+        gates = [
+            [z if kept else 0.0 for z, kept in zip(depth.choose(i), depth.keeps(i), strict=True)]
+            for i in chosen
+        ]
         weights, left = _prune_side(config, weights, side, gates)
         changes[f"{side}_layers"] = left
         if f"{side}.latent.logits" not in weights:
@@ -67,12 +71,6 @@ def prune_layers(
         # The target must not exceed the number of layers that are left.
         changes["latent"]["target_layers"] = min(wanted, *stay)
     return replace(config, **changes), weights
-
-
-def _gates(latent: LatentDepth, language: int) -> list[float]:
-    """z of each layer that stays, and 0.0 for the others."""
-    every = zip(latent.choose(language), latent.keeps(language), strict=True)
-    return [z if kept else 0.0 for z, kept in every]
 
 
 def _prune_side(

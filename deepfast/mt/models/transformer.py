@@ -187,17 +187,14 @@ class Transformer(PackedModel):
     def describe(self) -> str:
         """Sizes and choices in one line."""
         c = self.config
-        sides = {
-            "encoder": (c.encoder_layers, c.encoder_connection, c.encoder_fusion),
-            "decoder": (c.decoder_layers, c.decoder_connection, c.decoder_fusion),
-        }
-        parts = [
-            f"{layers} {side} layers ({connection}{'' if fusion is None else f', {fusion} fusion'})"
-            for side, (layers, connection, fusion) in sides.items()
-        ]
-        transparent = [] if self.transparent is None else ["transparent attention"]
-        kind = {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
-        return ", ".join([*parts, f"{c.norm}-norm", *kind, *transparent])
+        parts = []
+        for side in SIDES:
+            fusion = getattr(c, f"{side}_fusion")
+            words = getattr(c, f"{side}_connection") + (f", {fusion} fusion" if fusion else "")
+            parts.append(f"{getattr(c, f'{side}_layers')} {side} layers ({words})")
+        parts.append(f"{c.norm}-norm")
+        parts += {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
+        return ", ".join(parts + ["transparent attention"] * (self.transparent is not None))
 
     def parts(self) -> Mapping[str, Part]:
         """The layers of both sides, and the matrices of the vocabulary."""
@@ -211,8 +208,8 @@ class Transformer(PackedModel):
     @property
     def _latent(self) -> dict[str, LatentDepth]:
         """The latent depth of each side that has one."""
-        sides = {"encoder": self.encoder.latent, "decoder": self.decoder.latent}
-        return {name: latent for name, latent in sides.items() if latent is not None}
+        sides = {side: getattr(self, side).latent for side in SIDES}
+        return {side: latent for side, latent in sides.items() if latent is not None}
 
     @property
     def draws(self) -> bool:
@@ -300,10 +297,10 @@ class Transformer(PackedModel):
 
     def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
-        packing = Packing.of(batch, length, tokens_BS == self.config.padding_idx)
+        padding_BS = tokens_BS == self.config.padding_idx
+        packing = Packing.of(batch, length, padding_BS)
         # Positions count real tokens, so that padding on the left does not shift a sentence.
-        real = tokens_BS != self.config.padding_idx
-        positions = (real.cumsum(1) + (self.config.first_position - 1)).flatten()
+        positions = ((~padding_BS).cumsum(1) + (self.config.first_position - 1)).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]

@@ -222,19 +222,15 @@ class TransformerConfig(ModelConfig):
                 self._check_all_states(op, f"{side}_fusion", side)
                 arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
         self._check_options(op, "fusion", "a fusion", arguments)
-        kept, defaults = without_unread(vars(self))["fusion"], inspect.signature(LayerFusion)
+        kinds, unread = fusion_options(vars(self))
         # A default changes nothing, whoever reads it.
-        unread = {
-            name: x
-            for name, x in self.fusion.items()
-            if name not in kept and x != defaults.parameters[name].default
-        }
-        if unread:
-            kinds = [kind for kind in FUSIONS if kind in (self.encoder_fusion, self.decoder_fusion)]
+        defaults = inspect.signature(LayerFusion).parameters
+        got = {n: x for n, x in self.fusion.items() if n in unread and x != defaults[n].default}
+        if got:
             read = sorted({name for kind in kinds for name in FUSION_OPTIONS[kind]})
             raise ValueError(
                 f"{op}: fusion must have no options but those that {' or '.join(kinds)} reads "
-                f"({', '.join(read) or 'none'}), got {unread}"
+                f"({', '.join(read) or 'none'}), got {got}"
             )
         if self.cross_attention == "transparent":
             self._check_all_states(op, "cross_attention", "encoder")
@@ -278,17 +274,23 @@ class TransformerConfig(ModelConfig):
         }
 
 
+def fusion_options(config: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """The kinds of fusions that the fields of a config name, and the options that none of them
+    reads."""
+    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
+    kinds = [kind for kind in FUSIONS if kind in named]
+    known = {name for names in FUSION_OPTIONS.values() for name in names}
+    return kinds, known.difference(*(FUSION_OPTIONS[kind] for kind in kinds))
+
+
 def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a saved config without options of a fusion that nothing reads.
 
     A `TransformerConfig` refuses such options; older checkpoints may hold some.
     """
-    named = (config.get("encoder_fusion"), config.get("decoder_fusion"))
-    kinds, given = [kind for kind in FUSIONS if kind in named], config.get("fusion")
+    (kinds, unread), given = fusion_options(config), config.get("fusion")
     if not isinstance(given, dict) or not kinds:
         return dict(config)
-    known = {name for names in FUSION_OPTIONS.values() for name in names}
-    unread = known.difference(*(FUSION_OPTIONS[kind] for kind in kinds))
     return {**config, "fusion": {name: x for name, x in given.items() if name not in unread}}
 
 
