@@ -177,7 +177,6 @@ class TokenBatches:
                 f"max_tokens={max_tokens}: raise max_tokens or lower max_length={max_length}"
             )
         self._cuts = cuts
-        self._order: tuple[tuple[int, int], list[list[int]]] | None = None
         self._fingerprint: str | None = None
 
     def _key(self, index: int) -> tuple[int, int]:
@@ -189,8 +188,6 @@ class TokenBatches:
 
     def order(self, epoch: int) -> list[list[int]]:
         """For each batch of an epoch the indices of its pairs."""
-        if self._order is not None and self._order[0] == (self.seed, epoch):
-            return self._order[1]
         kept, cuts = list(self._kept), list(self._cuts)
         if self.shuffle:
             # A string seeds by SHA-512, the same in every process and Python version.
@@ -198,15 +195,13 @@ class TokenBatches:
             generator.shuffle(kept)
             kept.sort(key=self._key)
             generator.shuffle(cuts)
-        order = [kept[start:end] for start, end in cuts]
-        self._order = (self.seed, epoch), order
-        return order
+        return [kept[start:end] for start, end in cuts]
 
     def __iter__(self) -> Iterator[Batch]:
         self._turn_page()
-        epoch = self.epoch
+        epoch, order = self.epoch, self.order(self.epoch)
         while self.epoch == epoch and self.position < len(self):
-            indices = self.order(epoch)[self.position]
+            indices = order[self.position]
             # Before the yield: a state taken while the batch is in use must not repeat the batch.
             self.position += 1
             yield make_batch(self.pairs, indices, **self._ids)
@@ -215,9 +210,10 @@ class TokenBatches:
     def largest(self) -> Batch:
         """This epoch's batch with the most tokens on both sides; the position does not change."""
         pairs = self.pairs
-        counts = [sum(len(side) + 1 for i in batch for side in pairs[i])
-                  for batch in self.order(self.epoch)]  # fmt: skip
-        indices = self.order(self.epoch)[counts.index(max(counts))]
+        indices = max(
+            self.order(self.epoch),
+            key=lambda batch: sum(len(side) + 1 for i in batch for side in pairs[i]),
+        )
         return make_batch(pairs, indices, **self._ids)
 
     def _turn_page(self) -> None:

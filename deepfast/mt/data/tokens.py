@@ -72,9 +72,6 @@ class TokenVocabulary(AnyVocabulary):
     def target_size(self) -> int:
         return len(self.target) + SPECIAL_IDS
 
-    def __repr__(self) -> str:
-        return f"TokenVocabulary({len(self)} and {self.target_size} ids, {self.fingerprint()})"
-
     def encode(self, sentence: str) -> list[int]:
         """The ids of a source sentence, without eos."""
         return [self._ids.get(token, UNK) for token in sentence.split()]

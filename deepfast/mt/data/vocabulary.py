@@ -38,6 +38,11 @@ class AnyVocabulary:
     """The ids of a source sentence, without bos and eos."""
     decode: Callable[..., str]
     """The text of target ids."""
+    to_bytes: Callable[[], bytes]
+    """The whole vocabulary, to be kept inside a checkpoint."""
+    from_bytes: Callable[[bytes], AnyVocabulary]
+    """The inverse of `to_bytes`. Raises a DataError for other content, an incomplete sentencepiece
+    model, or other special ids."""
 
     @property
     def tags(self) -> dict[str, int]:
@@ -47,19 +52,6 @@ class AnyVocabulary:
     @property
     def target_size(self) -> int:
         """Number of ids on the target's side."""
-        raise NotImplementedError
-
-    def to_bytes(self) -> bytes:
-        """The whole vocabulary, to be kept inside a checkpoint."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_bytes(cls, model: bytes) -> Self:
-        """The inverse of `to_bytes`.
-
-        Raises:
-            DataError: other content, an incomplete sentencepiece model, or other special ids.
-        """
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -81,6 +73,10 @@ class AnyVocabulary:
 
     def __reduce__(self):
         return type(self).from_bytes, (self.to_bytes(),)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self)} and {self.target_size} ids"
+        return f"{type(self).__name__}({sizes}, {self.fingerprint()})"
 
 
 @contextlib.contextmanager
@@ -243,9 +239,6 @@ class Vocabulary(AnyVocabulary):
     def target_size(self) -> int:
         return len(self.target)
 
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} pieces, {self.fingerprint()})"
-
     @cached_property
     def tags(self) -> dict[str, int]:
         return user_defined(self._model)
@@ -355,10 +348,6 @@ class SeparateVocabularies(Vocabulary):
         folder = Path(path).parent
         write_atomically(folder / "source.model", self._model)
         self._target.save(folder / "target.model")
-
-    def __repr__(self) -> str:
-        sizes = f"{len(self)} and {self.target_size} pieces"
-        return f"SeparateVocabularies({sizes}, {self.fingerprint()})"
 
     def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
         return self._target.decode(ids, unknown=unknown)

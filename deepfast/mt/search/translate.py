@@ -15,6 +15,9 @@ from deepfast.mt.search.lines import decode_lines
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.unknown import check_aligns, replace_unknown
 
+Scored = list[tuple[float, tuple[int, ...]]]
+"""Scores and token ids of the translations of a line, best first."""
+
 
 @dataclass(frozen=True)
 class Translations:
@@ -48,16 +51,17 @@ def translate_all(
         RuntimeError: see `beam_search`.
     """
     subwords = check_aligns(model, vocabulary) if options.replace_unknown else None
+    found: list[Scored | None]
     if options.deep_shallow:
         alpha = ALPHA if options.alpha is None else options.alpha
         gamma = GAMMA if options.gamma is None else options.gamma
         found = [
-            candidates and candidates.ranked(alpha, gamma)[: options.nbest]
-            for candidates in line_candidates(model, vocabulary, lines, options)
+            None if best is None else best.ranked(alpha, gamma)[: options.nbest]
+            for best in line_candidates(model, vocabulary, lines, options)
         ]
     else:
 
-        def decode(source_BS: Tensor) -> list[list[tuple[float, tuple[int, ...]]]]:
+        def decode(source_BS: Tensor) -> list[Scored]:
             best = beam_search(model, source_BS, options, **vocabulary.search_ids())
             return [[(h.score, h.tokens) for h in own] for own in best]
 
