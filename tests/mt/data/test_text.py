@@ -75,9 +75,6 @@ def test_empty_lines_are_dropped_and_counted(files):
     assert text.place(1) == f"{source}:4"
     assert text.dropped == Dropped(empty=2, first={"empty": f"{source}:2"})
     assert str(text.dropped) == f"2 pairs dropped: 2 empty (first at {source}:2)"
-
-
-def test_place_of_an_empty_target_is_in_the_target(files):
     source, target = files(b"a\nb\n", b"\nB\n")
     assert read_parallel(source, target).dropped.first["empty"] == f"{target}:1"
 

@@ -110,11 +110,6 @@ def test_refused_with_a_sentence(kind, changes, sentence):
     assert str(error.value).startswith(f"{kind.__name__}: ")
 
 
-def test_sizes_have_names():
-    with pytest.raises(TypeError, match="takes 1 positional argument"):
-        TransformerConfig(11)
-
-
 def test_sizes_of_the_paper():
     sizes = [(c.dim, c.heads, c.ffn_dim, c.dropout) for c in (base(9), big(9))]
     assert sizes == [(512, 8, 2048, 0.1), (1024, 16, 4096, 0.3)]

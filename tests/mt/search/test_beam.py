@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search, score_hypotheses
-from deepfast.mt.search.beam import length_divisor
 from deepfast.mt.search.options import LENGTH_FORMS
 from tests.mt.search.conftest import Table, grown, lively
 
@@ -179,13 +178,6 @@ def test_length_limits():
     # The log-probability of the forced eos counts.
     row = torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]).log_softmax(0)
     assert limited[0][0].log_prob == pytest.approx(float(4 * row[4] + row[EOS]), abs=1e-5)
-
-
-def test_what_divides_a_log_probability():
-    assert length_divisor(1, DecodingOptions()) == 1.0
-    assert length_divisor(7, DecodingOptions(length_penalty=2.0)) == pytest.approx(4.0)
-    power = DecodingOptions(length_penalty=2.0, length_form="power")
-    assert length_divisor(7, power) == 49
 
 
 def test_special_tokens_are_not_generated():

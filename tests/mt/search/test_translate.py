@@ -45,16 +45,6 @@ def test_order_and_scores_are_those_of_lines_alone(model, vocabulary, max_tokens
     assert lines == [best[0][1] for best in found.nbest]
 
 
-def test_batches_keep_the_budget(model, vocabulary, monkeypatch):
-    shapes = []
-    start = model.start
-    monkeypatch.setattr(model, "start", lambda s: (shapes.append(tuple(s.shape)), start(s))[1])
-    translate_lines(model, vocabulary, LINES, DecodingOptions(max_tokens=64, **OPTIONS))
-    assert sum(rows for rows, _ in shapes) == 6
-    assert all(rows * width <= 64 for rows, width in shapes)
-    assert 1 < len(shapes) < 6
-
-
 def test_long_lines_are_reported_and_translated(model, vocabulary):
     length = len(vocabulary.encode(LINES[2])) + 1
     with pytest.warns(
