@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepfast.files import write_atomically
-from deepfast.mt.data.text import read_parallel
+from deepfast.mt.data.text import read_parallel, write_lines
 from deepfast.mt.training import load_recipe
 
 BASE = "phrases-systems"
@@ -168,6 +167,6 @@ def text_files(source: Path, target: Path, folder: Path) -> tuple[str, ...]:
     for part, chosen in parts.items():
         for side, lines in zip(("source", "target"), zip(*chosen, strict=True), strict=True):
             path = folder / f"{part}.{side}"
-            write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+            write_lines(path, lines)
             overrides.append(f"data.{part}_{side}={path}")
     return tuple(overrides)

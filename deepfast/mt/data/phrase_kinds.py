@@ -115,9 +115,9 @@ def month(random: Random, language: str) -> Pair:
     year, index = random.randrange(1100, 2100), random.randrange(1, 13)
     preposition = random.choice(list(BEFORE_MONTH))
     between = " de " if language == "es" else " "
-    foreign = _months(language)[index] + between + words(year, language, "year")
+    foreign = _names("month", language)[index] + between + words(year, language, "year")
     return (
-        f"{preposition} {_months('en')[index]} {words(year, 'en', 'year')}",
+        f"{preposition} {_names('month', 'en')[index]} {words(year, 'en', 'year')}",
         BEFORE_MONTH[preposition][language].format(foreign),
     )
 
@@ -126,14 +126,14 @@ def spelled_date(random: Random, language: str) -> Pair:
     """`the third of May nineteen ninety-six`"""
     date = _date(random, 1100, 2100)
     year = words(date.year, language, "year")
-    name = _months(language)[date.month]
+    name = _names("month", language)[date.month]
     day = words(date.day, language, "ordinal" if language == "de" or date.day == 1 else "cardinal")
     foreign = {
         "de": f"der {day} {name} {year}",
         "fr": f"le {day} {name} {year}",
         "es": f"el {day} de {name} de {year}",
     }[language]
-    english = f"the {words(date.day, 'en', 'ordinal')} of {_months('en')[date.month]}"
+    english = f"the {words(date.day, 'en', 'ordinal')} of {_names('month', 'en')[date.month]}"
     return f"{english} {words(date.year, 'en', 'year')}", foreign
 
 
@@ -159,11 +159,11 @@ def time(random: Random, language: str) -> Pair:
     if random.random() < 0.5:
         return TIME_SPAN["en"].format(*left), TIME_SPAN[language].format(*right)
     weekday = random.randrange(7)
-    target = AT_TIME[language].format(_weekdays(language)[weekday], right[0])
+    target = AT_TIME[language].format(_names("day", language)[weekday], right[0])
     if moments[0].hour == 1:
         # One o'clock is the only hour in the singular.
         target = target.replace(" a las ", " a la ")
-    return AT_TIME["en"].format(_weekdays("en")[weekday], left[0]), target
+    return AT_TIME["en"].format(_names("day", "en")[weekday], left[0]), target
 
 
 def money(random: Random, language: str) -> Pair:
@@ -171,15 +171,8 @@ def money(random: Random, language: str) -> Pair:
     whole, hundredths = _digits(random, 4), random.randrange(1, 100)
     currency = random.choice(list(MONEY))
     unit, cent = MONEY[currency]
-    source = " ".join(
-        (
-            words(whole, "en"),
-            unit if whole == 1 else f"{unit}s",
-            "and",
-            words(hundredths, "en"),
-            cent if hundredths == 1 else f"{cent}s",
-        )
-    )
+    units, cents = (name + "s" * (n != 1) for name, n in ((unit, whole), (cent, hundredths)))
+    source = f"{words(whole, 'en')} {units} and {words(hundredths, 'en')} {cents}"
     convert = require("num2words", "the phrase corpus").num2words
     # As a string: num2words reads an integer as hundredths, and a float would round.
     amount = f"{whole}.{hundredths:02d}"
@@ -190,20 +183,16 @@ def price(random: Random, language: str) -> Pair:
     """`€1,234.50`"""
     amount, currency = _digits(random, 6) / 100, random.choice(list(MONEY))
     form = require("babel.numbers", "the phrase corpus").format_currency
-    return (
-        _plain(form(amount, currency, locale=LOCALES["en"])),
-        _plain(form(amount, currency, locale=LOCALES[language])),
-    )
+    source, target = (form(amount, currency, locale=LOCALES[x]) for x in ("en", language))
+    return _plain(source), _plain(target)
 
 
 def measure(random: Random, language: str) -> Pair:
     """`12.5 kilometres`"""
     value, unit = _digits(random, 5) / random.choice((1, 10)), random.choice(UNITS)
     form = require("babel.units", "the phrase corpus").format_unit
-    return (
-        _plain(form(value, unit, "long", locale=LOCALES["en"])),
-        _plain(form(value, unit, "long", locale=LOCALES[language])),
-    )
+    source, target = (form(value, unit, "long", locale=LOCALES[x]) for x in ("en", language))
+    return _plain(source), _plain(target)
 
 
 KINDS: dict[str, Callable[[Random, str], Pair]] = {
@@ -217,14 +206,9 @@ def _date(random: Random, first: int, end: int) -> datetime.date:
 
 
 @lru_cache
-def _months(language: str) -> dict[int, str]:
-    names = require("babel.dates", "the phrase corpus").get_month_names
-    return dict(names("wide", locale=LOCALES[language]))
-
-
-@lru_cache
-def _weekdays(language: str) -> dict[int, str]:
-    names = require("babel.dates", "the phrase corpus").get_day_names
+def _names(of: str, language: str) -> dict[int, str]:
+    """The names of the months (1 to 12), or of the days of a week (0 to 6)."""
+    names = getattr(require("babel.dates", "the phrase corpus"), f"get_{of}_names")
     return dict(names("wide", locale=LOCALES[language]))
 
 

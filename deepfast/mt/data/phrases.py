@@ -14,8 +14,9 @@ from pathlib import Path
 from random import Random
 
 from deepfast import checks
-from deepfast.files import DataError, make_folder, write_atomically
+from deepfast.files import DataError, make_folder
 from deepfast.mt.data.phrase_kinds import KINDS, Pair
+from deepfast.mt.data.text import write_lines
 
 LANGUAGES = ("de", "fr", "es")
 SPLITS = ("train", "dev", "test")
@@ -102,8 +103,7 @@ def write(corpus: Corpus, folder: str | os.PathLike[str]) -> list[Path]:
     for split in SPLITS:
         for side, suffix in enumerate(("en", corpus.language)):
             path = folder / f"{split}.{suffix}"
-            lines = "".join(f"{pair[side]}\n" for pair in getattr(corpus, split))
-            write_atomically(path, lines.encode("utf-8"))
+            write_lines(path, [pair[side] for pair in getattr(corpus, split)])
             written.append(path)
     return written
 
