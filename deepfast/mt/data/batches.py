@@ -169,14 +169,13 @@ class TokenBatches:
             )
         # Sorted by group and length only, so the cuts are the same in every epoch.
         self._kept = sorted(kept, key=self._key)
-        cuts = _cut([self._key(i) for i in self._kept], max_tokens)
-        if cuts is None:
-            worst = max(self._kept, key=self._lengths.__getitem__)
+        worst = max(self._kept, key=self._lengths.__getitem__)
+        if self._lengths[worst] > max_tokens:
             raise DataError(
                 f"{place(worst)}: a sentence of {self._lengths[worst]} tokens does not fit into "
                 f"max_tokens={max_tokens}: raise max_tokens or lower max_length={max_length}"
             )
-        self._cuts = cuts
+        self._cuts = _cut([self._key(i) for i in self._kept], max_tokens)
         self._fingerprint: str | None = None
 
     def _key(self, index: int) -> tuple[int, int]:
@@ -302,9 +301,7 @@ def evaluation_batches(
     order = sorted(
         range(len(pairs)), key=lambda i: (lengths[i] > max_tokens, groups[i], lengths[i])
     )
-    fitting = sum(length <= max_tokens for length in lengths)
-    cuts = _cut([(groups[i], lengths[i]) for i in order[:fitting]], max_tokens) or []
-    cuts += [(i, i + 1) for i in range(fitting, len(order))]
+    cuts = _cut([(groups[i], lengths[i]) for i in order], max_tokens)
     ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     return [make_batch(pairs, order[start:end], **ids) for start, end in cuts]
 
@@ -338,13 +335,13 @@ def _length(pair: Pair) -> int:
     return max(len(pair[0]), len(pair[1])) + 1
 
 
-def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, int]] | None:
-    """Cut ascending (group, length) into ranges of one group within the budget; None if one length
-    alone exceeds the budget."""
+def _cut(keys: Sequence[tuple[int, int]], max_tokens: int) -> list[tuple[int, int]]:
+    """Cut ascending (group, length) into ranges of one group within the budget; a length that
+    exceeds it alone has its own range."""
     cuts, start = [], 0
     for i, (group, length) in enumerate(keys):
-        if length > max_tokens:
-            return None
+        if i == start:
+            continue
         if group != keys[start][0] or (i + 1 - start) * length > max_tokens:
             cuts.append((start, i))
             start = i

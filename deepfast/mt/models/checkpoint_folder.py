@@ -166,14 +166,14 @@ def joined(path: object, content: dict[str, Any], tensors: dict[str, Tensor]) ->
     try:
         optimizer = content["training"]["optimizer"]
         names = [name for group in optimizer["param_groups"] for name in group["params"]]
+        number = {name: place for place, name in enumerate(names)}
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(OPTIMIZER):
                 parameter, _, field = name.removeprefix(OPTIMIZER).rpartition(".")
-                state.setdefault(names.index(parameter), {})[field] = tensor
-        numbers = iter(range(len(names)))
+                state.setdefault(number[parameter], {})[field] = tensor
         groups = [
-            group | {"params": [next(numbers) for _ in group["params"]]}
+            group | {"params": [number[name] for name in group["params"]]}
             for group in optimizer["param_groups"]
         ]
         content["training"] = content["training"] | {

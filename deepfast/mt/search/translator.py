@@ -117,7 +117,7 @@ def load_translator(paths: Sequence[Any], device: str | None = None) -> Translat
 
 def trained_lowercase(checkpoint: Any) -> bool:
     """Whether the recipe of a checkpoint lower-cases its text; False where there is no recipe."""
-    recipe = read_checkpoint(checkpoint).get("recipe")
+    recipe = read_checkpoint(checkpoint, optimizer=False).get("recipe")
     data = recipe.get("data") if isinstance(recipe, dict) else None
     return isinstance(data, dict) and bool(data.get("lowercase"))
 
