@@ -58,14 +58,6 @@ def test_round_trip(model, content, save, vocabulary):
     assert loaded.encoder.connection.dlcl.weight.requires_grad is False
 
 
-def test_it_can_be_trained_on(content, save):
-    model, _ = load_model(save(content))
-    before = model.embedding.weight.detach().clone()
-    model.train()(SOURCE, TARGET).square().sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert not torch.equal(model.embedding.weight, before)
-
-
 def test_bfloat16_weights(content, save):
     content["model"] = {name: w.bfloat16() for name, w in content["model"].items()}
     model, _ = load_model(save(content))
