@@ -31,9 +31,6 @@ class Connection(NamedTuple):
     """A stack of all sources for every row, as the authors write it."""
     stacks: int
     """How many copies of every stack the plain form keeps."""
-    work: float
-    """About how many seconds the plain form takes for each read of a source, at 256 tokens and
-    D=128."""
 
 
 def _size(layers: int) -> int:
@@ -45,13 +42,13 @@ def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
     return AttentionResiduals(layers, dim, block=_size(layers))
 
 
-_ATTENTION = forms.Deepfast, forms.StackedAttention, 2, 3.8e-4
+_ATTENTION = forms.Deepfast, forms.StackedAttention, 2
 BLOCKED, BY_TOKEN = "attention in blocks", "MUDD"
 CONNECTIONS = {
-    "DLCL": Connection(DLCL, forms.Deepfast, forms.StackAndSum, 1, 1.2e-4),
+    "DLCL": Connection(DLCL, forms.Deepfast, forms.StackAndSum, 1),
     "full attention": Connection(AttentionResiduals, *_ATTENTION),
     BLOCKED: Connection(_in_blocks, *_ATTENTION),
-    BY_TOKEN: Connection(MUDD, forms.DeepfastMUDD, forms.StackedMUDD, 1, 1.2e-4),
+    BY_TOKEN: Connection(MUDD, forms.DeepfastMUDD, forms.StackedMUDD, 1),
 }
 """In the order of the table."""
 
@@ -79,8 +76,6 @@ def _rows(settings: Settings, depth: int, name: str) -> tuple[Row, Row]:
         for form in (OURS, PLAIN)
     )
     plain.rounds, ours.rounds = settings.connection_slow_rounds, settings.connection_rounds
-    plain.work = connection.work * reads * state / (256 * 128) + 0.01
-    ours.work = plain.work / 10
     if name != BY_TOKEN:
         ours.nbytes = 4 * state * engine_moved(pattern, running)
     # Every stack, and the states, gradients and products of the last rows.

@@ -1,12 +1,10 @@
-"""Tables and progress on the terminal, by rich."""
+"""Tables on the terminal, by rich."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import rich.console
 from rich import box
-from rich.progress import ProgressColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 
 class Console(rich.console.Console):
@@ -15,17 +13,6 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         # Called while the error is handled. Rich itself would end the process with exit code 1.
         raise
-
-
-class LiveColumn(ProgressColumn):
-    """Text that is computed whenever a progress bar is drawn."""
-
-    def __init__(self, text: Callable[[], str]):
-        super().__init__()
-        self.text = text
-
-    def render(self, task) -> Text:
-        return Text(self.text())
 
 
 def show_table(

@@ -1,8 +1,9 @@
-"""The jobs of a report, and a bar that shows the current job and the time left."""
+"""The jobs of a report, and a bar that shows the current one."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
@@ -13,8 +14,6 @@ from deepfast.measure.rows import Row
 from deepfast.memory import LiveBytes
 
 GIB = 1 << 30
-PRIOR = 20.0
-"""After this many seconds of work the measured speed counts as much as the estimates."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Job:
     """The chapter that it is for."""
     label: str
     """What it does, for people."""
-    work: float
-    """About how many seconds it takes on 2 fast cores; only the ratios between jobs matter."""
     run: Callable[[], object]
 
 
@@ -56,7 +53,7 @@ class Turns:
 
         def job(row: Row, what: str, fill: Callable) -> Job:
             label = f"{self.label}, {row.variant}: {what}"
-            return Job(self.part, label, row.work, partial(fill, row, case))
+            return Job(self.part, label, partial(fill, row, case))
 
         jobs = [job(row, "memory", _count) for row in self.rows]
         for number in range(max(row.rounds for row in self.rows)):
@@ -85,56 +82,40 @@ def _time(row: Row, case: Callable[[], Case]) -> None:
 
 
 class Progress:
-    """Runs jobs and shows their progress: a bar on a terminal, elsewhere a line for each job."""
+    """Runs jobs and tells the current one: in a bar on a terminal, elsewhere in a line for each."""
 
     def __init__(self, terminal: bool | None = None):
         self.terminal = sys.stdout.isatty() if terminal is None else terminal
         self.seconds: dict[str, float] = {}
         """Wall time of each part."""
-        self._done = self._left = 0.0
-        self._began = self._job_began = time.perf_counter()
 
     def run(self, jobs: list[Job]) -> None:
         """Runs the jobs in order; drops each one afterwards, with everything that it holds."""
-        self._left = sum(job.work for job in jobs)
-        bar = self._bar() if self.terminal else None
-        try:
+        count = len(jobs)
+        with self._shown(count) as tell:
             while jobs:
                 job = jobs.pop(0)
-                self._job_began = time.perf_counter()
-                if bar is None:
-                    print(f"{self.left():>12}  {job.part}: {job.label}", flush=True)
-                else:
-                    bar.update(0, total=self._done + self._left, completed=self._done,
-                               now=f"{job.part}: {job.label}")  # fmt: skip
+                tell(count - len(jobs), f"{job.part}: {job.label}")
                 self._run(job)
-        finally:
-            if bar is not None:
-                bar.stop()
 
     def _run(self, job: Job) -> None:
+        began = time.perf_counter()
         try:
             job.run()
         finally:
-            took = time.perf_counter() - self._job_began
+            took = time.perf_counter() - began
             self.seconds[job.part] = self.seconds.get(job.part, 0.0) + took
-        self._done, self._left = self._done + job.work, self._left - job.work
 
-    def left(self) -> str:
-        """The time left, at the speed of the work done so far."""
-        now = time.perf_counter()
-        speed = (self._job_began - self._began + PRIOR) / (self._done + PRIOR)
-        seconds = max(0.0, speed * self._left - (now - self._job_began))
-        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
-
-    def _bar(self):
-        from rich.progress import BarColumn, TextColumn
+    @contextlib.contextmanager
+    def _shown(self, count: int) -> Iterator[Callable[[int, str], None]]:
+        """A function that tells the number of the current job and what it does."""
+        if not self.terminal:
+            yield lambda number, now: print(f"{number:>4} of {count}  {now}", flush=True)
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        from deepfast.measure.console import LiveColumn
-
-        columns = BarColumn(bar_width=20), LiveColumn(self.left)
-        bar = Bar(*columns, TextColumn("{task.fields[now]}", markup=False))
-        bar.add_task("", now="")
-        bar.start()
-        return bar
+        columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()
+        with Bar(*columns, TextColumn("{task.fields[now]}", markup=False)) as bar:
+            task = bar.add_task("", total=count, now="")
+            yield lambda number, now: bar.update(task, completed=number, now=now)

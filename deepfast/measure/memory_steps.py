@@ -22,8 +22,6 @@ from deepfast.nn import Packing, TransformerEncoder
 
 PARAMETERS = "parameters"
 """A category of a plan's table."""
-LAYER_WORK = 0.02
-"""About how many seconds a layer takes at D=128 and 1,024 tokens."""
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
 MODEL: dict[str, Any] = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
@@ -84,8 +82,6 @@ def policies(settings: Settings) -> list[Turns]:
             row = Row(variant=policy, depth=depth, tokens=settings.memory_tokens)
             row.predicted_bytes = known.peak - known.table[PARAMETERS]
             row.rounds = settings.policy_rounds if depth == settings.policy_depth else 0
-            scale = settings.memory_tokens / 1024 * (settings.memory_dim / 128) ** 2
-            row.work = LAYER_WORK * depth * scale
             rows.append(row)
         make = partial(PolicyCase, settings, depth)
         found.append(Turns("memory policies", f"{depth} layers", rows, make))
@@ -179,7 +175,7 @@ class Held:
     def jobs(self) -> list[Job]:
         """The jobs that fill the rows."""
         return [
-            Job("closed forms", f"{row.depth} layers, {row.variant}, {row.what}", row.work,
+            Job("closed forms", f"{row.depth} layers, {row.variant}, {row.what}",
                 partial(_count, row))
             for row in self.rows
         ]  # fmt: skip
@@ -195,7 +191,7 @@ def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) 
                 policy = HELD_POLICIES.get(form)
                 peak = uniform_peak(sizes, policy) if policy else eager_peak(sizes, form)
                 rows.append(Row(variant=form, depth=depth, what=dtype, predicted_bytes=peak,
-                                tokens=sizes.tokens, work=0.03 * depth))  # fmt: skip
+                                tokens=sizes.tokens))  # fmt: skip
     return [Held(rows)]
 
 

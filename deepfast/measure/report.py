@@ -42,7 +42,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
     def agree() -> None:
         same.update(agreement(settings))
 
-    jobs = [Job("agreement", "every form against float64", 3.0, agree)]
+    jobs = [Job("agreement", "every form against float64", agree)]
     rows: dict[str, list[Row]] = {}
     for name, chapter in CHAPTERS.items():
         groups = chapter(settings)
@@ -91,7 +91,7 @@ def _kept_going(job: Job, training: Training) -> Job:
             print(f"deepfast report: training failed: {error}", file=sys.stderr)
             training.chapter["status"] = f"failed: {error}"
 
-    return Job(job.part, job.label, job.work, run)
+    return Job(job.part, job.label, run)
 
 
 def _with_copy(rows: list[Row]) -> list[dict]:

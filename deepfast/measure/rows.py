@@ -29,8 +29,6 @@ class Row:
     """Why a number is missing, or how this row was measured differently from the rest."""
     rounds: int = field(default=0, repr=False)
     """How often it is to be timed."""
-    work: float = field(default=0.0, repr=False)
-    """About how many seconds a run takes on 2 fast cores."""
 
     @property
     def median(self) -> float | None:
@@ -45,7 +43,7 @@ class Row:
     def as_dict(self) -> dict:
         """The measurements as plain values, for JSON."""
         step, values = self.median, asdict(self)
-        del values["rounds"], values["work"]
+        del values["rounds"]
         return values | {
             "median_seconds": step,
             "tokens_per_second": self.tokens / step if step else None,

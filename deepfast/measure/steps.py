@@ -20,10 +20,6 @@ from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import states_moved
 from deepfast.nn import DLCL
 
-LAYER_WORK = 0.06
-"""About how many seconds a layer takes at D=256, F=1024 and 2,048 tokens."""
-PAIR_WORK = {"stack and sum": 3.6e-3, "DenseFormer form": 9e-4, "loop of adds": 9e-4}
-"""The same for each pair of a layer and a source; deepfast's time does not depend on them."""
 MIXING = ("deepfast", "DenseFormer form", REFERENCE, COPY)
 """Variants of the mixing alone."""
 FAST = (RESIDUAL, "deepfast", COPY)
@@ -53,9 +49,6 @@ def mixing(settings: Settings) -> list[Turns]:
     """Each form of the connection alone, and a plain copy."""
     depth = settings.mixing_depth
     rows = {form: _row(settings, depth, form) for form in MIXING}
-    layers = _work(settings, depth, RESIDUAL)
-    for row in rows.values():
-        row.work += 0.05 - layers
     rows[REFERENCE].predicted_bytes = _stacks(depth) * settings.state_bytes
     make = partial(MixingCase, settings, rows[COPY])
     return [Turns("mixing alone", f"{depth} layers", list(rows.values()), make)]
@@ -87,7 +80,6 @@ def _row(settings: Settings, depth: int, variant: str) -> Row:
         variant=variant, depth=depth, tokens=settings.tokens,
         nbytes=None if moved is None else moved * settings.state_bytes,
         rounds=settings.rounds if variant in FAST else settings.slow_rounds,
-        work=_work(settings, depth, variant),
     )  # fmt: skip
 
 
@@ -96,12 +88,6 @@ def _stacks(depth: int) -> int:
     gradient and product of the last stack."""
     rows = depth + 1
     return rows * (rows + 1) // 2 + 5 * rows
-
-
-def _work(settings: Settings, depth: int, variant: str) -> float:
-    layers = LAYER_WORK * (1.1 if variant == "deepfast" else 1.0) * depth
-    scale = settings.tokens / 2048 * settings.dim / 256
-    return scale * (layers + PAIR_WORK.get(variant, 0.0) * depth**2) + 0.05
 
 
 def agreement(settings: Settings) -> dict:

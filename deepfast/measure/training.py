@@ -23,8 +23,6 @@ from deepfast.mt.training.report import read_metrics
 SAMPLES = 8
 SIZES = ("encoder_layers", "decoder_layers", "norm", "dim", "heads", "ffn_dim", "dropout")
 """What the page may tell of a model's config."""
-STEP_WORK, SENTENCE_WORK = 0.2, 0.03
-"""About how many seconds an optimizer step takes, and the translation of a sentence."""
 
 
 class Training:
@@ -40,11 +38,10 @@ class Training:
         """The run with DLCL, its translations, and the run without."""
         s = self.settings
         return [
-            Job("training", f"{RECIPE}, {s.steps} steps", STEP_WORK * s.steps + 5,
+            Job("training", f"{RECIPE}, {s.steps} steps",
                 lambda: self.train("dlcl", RECIPE, s.steps)),
-            Job("training", f"{s.sentences} translations", SENTENCE_WORK * s.sentences,
-                self.translate),
-            Job("training", f"{TWIN}, {s.twin_steps} steps", STEP_WORK * s.twin_steps + 5,
+            Job("training", f"{s.sentences} translations", self.translate),
+            Job("training", f"{TWIN}, {s.twin_steps} steps",
                 lambda: self.train("twin", TWIN, s.twin_steps)),
         ]  # fmt: skip
 
