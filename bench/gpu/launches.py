@@ -81,13 +81,16 @@ def variants(name: str, toy: bool) -> Iterator[dict]:
         yield {"left": -1, "right": -1}
 
 
-def operands(name: str, tokens: int, dim: int, dtype, device: str, channels: bool, given: dict):
+def operands(
+    name: str, tokens: int, dim: int, dtype, device: str, given: dict, channels: bool = False
+) -> dict:
     """Every operand of a launch by name: ones in what it reads, zeros in what it writes.
 
+    given: operands, and sizes by their letters in the table.
     channels: whether depth weights are one per channel.
     """
     sizes = {"T": tokens, "Q": tokens, "D": dim, "V": dim, "R": ROWS, "S": ROWS + 1, "B": 16,
-             "K": 3, "H": 4, "G": 4, "E": 64, "N": 1, "P": 3}  # fmt: skip
+             "K": 3, "H": 4, "G": 4, "E": 64, "N": 1, "P": 3} | given  # fmt: skip
     kinds = {"storage": dtype, "compute": torch.float32, "int32": torch.int32, "int64": torch.int64}
     made = NUMBERS | {"max_seqlen_q": tokens, "max_seqlen_k": tokens} | given
     for o in LAUNCHES[name].operands:
@@ -114,7 +117,7 @@ def launch(
     per_channel = any(len(o.shapes) > 1 for o in LAUNCHES[name].operands)
     for channels in (False, True)[: 1 + per_channel]:
         for given in variants(name, toy):
-            made = operands(name, tokens, dim, dtype, device, channels, given)
+            made = operands(name, tokens, dim, dtype, device, given, channels)
             # ncu reads the kernels of this range alone.
             marked = torch.cuda.nvtx.range("launch") if device == "cuda" else nullcontext()
             with marked:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.clock import Bench, Variant
+from bench.gpu.launches import operands
 from bench.gpu.ops import compiled, ours
 from deepfast import backend, ops
 from deepfast.clock import on_cpu
-from deepfast.depth.depth_pass import OutNorm
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.measure.rows import Row
@@ -231,30 +231,14 @@ def _boundary_launch(bench: Bench, by: str) -> None:
     what = f"launch cost of one boundary, {by}, T={T}, D={D}"
     for name, run in {"forward": without_grad, "forward + backward": both}.items():
         _launch_row(bench, what, name, _host_seconds(bench, run), layers + 1)
-    # The launch alone, without autograd and modules: the forward of the last row again. The pass
-    # is open to a backward, so its states are still there.
-    history, residual, n = DepthHistory(), None, branch
-    for _ in range(layers + 1):
-        residual, n = dlcl(n, history, residual=residual, dropout_p=0.1, out_norm=norm.as_output())
-    state, x, out = history.state, torch.empty_like(branch), torch.empty_like(branch)
-    weights, row, seed = state.weights, layers, torch.tensor(5, device=bench.device)
-    weight, bias = (p.detach().float() for p in (norm.weight, norm.bias))
-    out_norm = state.row_norm(row, OutNorm(weight, bias, 1e-5))
-    operands = {
-        "branch": branch.detach(), "residual": out, "dropout_p": 0.1, "seed": seed,
-        "states": state.states, "k": row, "near": state.schedule.near[row],
-        "weight": weights.weight, "norm_weight": weights.norm_weight,
-        "norm_bias": weights.norm_bias, "norm_source": True, "source_eps": 1e-5,
-        "source_rms": False, "out_norm_weight": weight, "out_norm_bias": bias, "out_eps": 1e-5,
-        "out_rms": False, "x": x, "out": out, "source_rstd": weights.source_rstd[row],
-        "out_mean": out_norm.mean, "out_rstd": out_norm.rstd,
-    }  # fmt: skip
-
+    # The launch alone, without autograd and modules.
+    launch = backend.choose("boundary", by, bench.device, torch.float32)[1]
+    given = operands("boundary_forward", T, D, torch.float32, bench.device, {"partial": None})
     calls = bench.size(50, 2)
 
     def launches():
         for _ in range(calls):
-            state.weights.launch.boundary_forward(**operands)
+            launch.boundary_forward(**given)
 
     seconds = _host_seconds(bench, launches)
     _launch_row(bench, what, "the launch alone, forward", seconds, calls)

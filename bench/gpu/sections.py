@@ -2,15 +2,15 @@
 
 import pytest
 
-from bench.gpu import models, ops, sweep
+from bench.gpu import models, ops, stacks, sweep
 
 SECTIONS = {
     "copy": ops.copy,
     "training ratio": models.ratio,
     "training": models.training,
     "layer_norm": ops.layer_norm,
-    "depth_mix": ops.depth_mix,
-    "boundary": ops.boundary,
+    "depth_mix": stacks.depth_mix,
+    "boundary": stacks.boundary,
     "mixing": models.mixing,
     "attention": ops.attention,
     "linear_cross_entropy": ops.linear_cross_entropy,

@@ -7,6 +7,7 @@ options of the launch. Each row says its setting, and a note of each case names 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from unittest import mock
@@ -14,7 +15,8 @@ from unittest import mock
 import torch
 
 from bench.gpu.clock import Bench, Variant
-from bench.gpu.ops import BF16, Boundary, Packed, Stack, ours, random
+from bench.gpu.ops import BF16, Packed, ours, random
+from bench.gpu.stacks import Boundary, Stack, operands
 from deepfast import backend
 from deepfast.nn import DLCL, DepthHistory
 
@@ -101,16 +103,16 @@ def _attention(which: str) -> dict:
     return found
 
 
-def _case(bench: Bench, what: str, file: str, settings: dict, run, calls: int, nbytes: int) -> None:
-    """Measures ``run`` under each setting, and names the fastest."""
+def _case(bench: Bench, what: str, file: str, settings: dict, variant: Variant) -> None:
+    """Measures the variant under each setting, and names the fastest."""
     settings = {CHOSEN: ({}, {})} | dict(list(settings.items())[:: bench.size(1, 8)])
 
     def make(functions, options):
         def under():
             with setting(file, functions, options):
-                return run()
+                return variant.run()
 
-        return Variant(run=under, calls=calls, nbytes=nbytes)
+        return replace(variant, run=under)
 
     # Some settings need more registers or shared memory than there are.
     makers = {name: partial(make, *given) for name, given in settings.items()}
@@ -125,68 +127,60 @@ def _case(bench: Bench, what: str, file: str, settings: dict, run, calls: int, n
 
 def layer_norm(bench: Bench) -> None:
     T, D = bench.size((32768, 512), (8, 16))
-    launch = backend.choose("layer_norm", "triton", bench.device, torch.bfloat16)[1]
-    sets = [random(bench, 3, T, D) for _ in range(bench.sets(6 * T * D))]
-    weight, bias, dweight, dbias = torch.randn(4, D, device=bench.device)
-    mean, rstd = torch.rand(2, T, device=bench.device)
+    launch = backend.choose("layer_norm", "triton", bench.device, BF16)[1]
+    without = dict.fromkeys(("residual", "sum", "dsum", "dresidual", "seed"))
+    for which, states, settings in (
+        ("forward", 2, _rows("forward_tile")),
+        ("backward", 3, _rows("backward_tile", residency=True)),
+    ):
+        name, nbytes = f"layer_norm_{which}", 2 * states * T * D
+        if which == "backward":
+            del without["sum"]
+        calls = [
+            operands(bench, name, T, D, **without, dropout_p=0.0)
+            for _ in range(bench.sets(nbytes))
+        ]  # fmt: skip
+        run = partial(_each, getattr(launch, name), calls)
+        variant = Variant(run=run, calls=len(calls), nbytes=nbytes)
+        _case(bench, f"LN {which}, T={T}, D={D}, bf16", "layer_norm", settings, variant)
 
-    def forward():
-        for x, y, _ in sets:
-            launch.layer_norm_forward(
-                x=x, weight=weight, bias=bias, eps=1e-5, rms=False, dropout_p=0.0, y=y, mean=mean,
-                rstd=rstd,
-            )  # fmt: skip
 
-    def backward():
-        for x, dy, dx in sets:
-            launch.layer_norm_backward(
-                sum=x, dy=dy, weight=weight, rms=False, mean=mean, rstd=rstd, dropout_p=0.0, dx=dx,
-                dweight=dweight, dbias=dbias,
-            )  # fmt: skip
-
-    size, count = f"T={T}, D={D}, bf16", len(sets)
-    _case(bench, f"LN forward, {size}", "layer_norm", _rows("forward_tile"), forward, count,
-          4 * T * D)  # fmt: skip
-    _case(bench, f"LN backward, {size}", "layer_norm", _rows("backward_tile", residency=True),
-          backward, count, 6 * T * D)  # fmt: skip
+def _each(launch: Callable, calls: list[dict]) -> None:
+    for call in calls:
+        launch(**call)
 
 
 def boundary(bench: Bench) -> None:
     case = Boundary(bench, 512)
-    state, count = 2 * case.stack.T * case.stack.D, len(case.ks)
-    size = f"T={case.stack.T}, D={case.stack.D}, {case.place} near states, bf16"
-    forward, backward = case.moved
-
-    def run(which):
-        return lambda: [which("triton", k) for k in case.ks]
-
-    _case(bench, f"boundary forward, {size}", "boundary", _rows("forward_tile", loads=True),
-          run(case.forward), count, forward * state)  # fmt: skip
-    settings = _rows("backward_tile", residency=True, loads=True)
-    _case(bench, f"boundary backward, {size}", "boundary", settings, run(case.backward), count,
-          backward * state)  # fmt: skip
+    for name, settings in (
+        ("boundary_forward", _rows("forward_tile", loads=True)),
+        ("boundary_backward", _rows("backward_tile", residency=True, loads=True)),
+    ):
+        what = f"{name.replace('_', ' ')}, {case.size}"
+        _case(bench, what, "boundary", settings, case.variant(name, "triton"))
 
 
 def far_passes(bench: Bench) -> None:
     layers, T, D = bench.size((100, 8192, 512), (9, 8, 16))
     stack = Stack(bench, layers, T, D)
-    size = f"L={layers}, T={T}, D={D}, B={stack.block}, bf16"
-    mix = _far("mix_rows_dot_kernel", ((64, 256), (64, 1024), (128, 512), (128, 1024)),
-               tuple(itertools.product((1, 2, 3), (4, 8))))  # fmt: skip
-    pull = _far("pull_rows_dot_kernel", blocks=(1, 2, 4, 6))
-    _case(bench, f"mix, {size}", "mix_rows", mix, lambda: stack.mix("triton"), 1,
-          stack.nbytes(pull=False))  # fmt: skip
-    _case(bench, f"pull, {size}", "mix_rows", pull, lambda: stack.pull("triton"), 1,
-          stack.nbytes(pull=True))  # fmt: skip
+    tiles = (64, 256), (64, 1024), (128, 512), (128, 1024)
+    stages = tuple(itertools.product((1, 2, 3), (4, 8)))
+    for name, settings in (
+        ("mix_rows", _far("mix_rows_dot_kernel", tiles, stages)),
+        ("pull_rows", _far("pull_rows_dot_kernel", blocks=(1, 2, 4, 6))),
+    ):
+        what = f"{name.partition('_')[0]}, L={layers}, T={T}, D={D}, B={stack.block}, bf16"
+        calls = stack.far_passes(name)
+        run = partial(stack.run, "triton", name, calls)
+        variant = Variant(run=run, nbytes=stack.nbytes(calls))
+        _case(bench, what, "mix_rows", settings, variant)
 
 
 def attention(bench: Bench) -> None:
     case = Packed(bench)
     for training, which in ((False, "forward_launch"), (True, "backward_launch")):
         what = f"attention {'forward + backward' if training else 'forward'}, {case.size}"
-        variant = case.maker(case.ours, case.packed, case.dpacked, training)()
-        _case(bench, what, "attention", _attention(which), variant.run, variant.calls,
-              variant.nbytes)  # fmt: skip
+        _case(bench, what, "attention", _attention(which), case.variant("triton", training))
 
 
 def blocks(bench: Bench) -> None:
