@@ -10,15 +10,12 @@ import sys
 
 import torch
 
-from bench import depth_mix, transformer
-from bench.numbers import peaks, report, times
+from bench.numbers import DIM, dlcl, mixing, peaks, report, step, times
 from deepfast.measure.clock import interleave
-from deepfast.measure.forms import ATTENTION_FORMS, InStack, mixing_alone
+from deepfast.measure.forms import ATTENTION_FORMS, InStack
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
 from deepfast.nn import AttentionResiduals
-
-TOKENS, DIM = 2048, 256
 
 
 def make(sources: int) -> dict:
@@ -26,12 +23,7 @@ def make(sources: int) -> dict:
     residuals = AttentionResiduals(sources - 1, DIM)
     with torch.no_grad():
         residuals.query.normal_(std=DIM**-0.5)
-    v, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
-    forms = {
-        name: lambda form=form: mixing_alone(form, residuals, v, grad)
-        for name, form in ATTENTION_FORMS.items()
-    }
-    return forms | {"DLCL": depth_mix.make(sources - 1, TOKENS, DIM)["deepfast"]}
+    return mixing(residuals, ATTENTION_FORMS) | {"DLCL": dlcl(sources - 1)["deepfast"]}
 
 
 def growth(rounds: int) -> list[dict]:
@@ -71,9 +63,9 @@ def claims(rounds: int) -> list[dict]:
             ATTENTION_FORMS["list"], encoder.connection.residuals
         )
 
-    step = functools.partial(transformer.make, 48, optimizer=False)
-    steps = {name: step(name) for name in ("residual", "attnres")}
-    steps["list"] = step("attnres", change=in_a_list)
+    of_48 = functools.partial(step, 48, optimizer=False)
+    steps = {name: of_48(name) for name in ("residual", "attnres")}
+    steps["list"] = of_48("attnres", change=in_a_list)
     name = "step of an encoder of 48 layers, two reads a layer"
     rows += [
         times(f"{name}, over the plain residual one", steps, "attnres", "residual", 1.35,

@@ -4,16 +4,13 @@ The connection of a stack whose layers only add up their streams, against plain 
 training step of an encoder. Forward and backward, fp32.
 """
 
-import functools
 import sys
 
 import torch
 
-from bench import transformer
-from bench.attention_residuals import DIM, TOKENS
-from bench.numbers import peaks, report, times
+from bench.numbers import DIM, TOKENS, mixing, peaks, report, step, times
 from deepfast.measure.clock import keep_memory
-from deepfast.measure.forms import MUDD_FORMS, mixing_alone
+from deepfast.measure.forms import MUDD_FORMS
 from deepfast.nn import MUDD
 from deepfast.ops import depth_mix
 
@@ -26,11 +23,7 @@ def make(layers: int) -> dict:
     with torch.no_grad():
         for down in mudd.down:
             down.normal_(std=0.1 / down.shape[1] ** 0.5)
-    y, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
-    return {
-        name: lambda form=form: mixing_alone(form, mudd, y, grad)
-        for name, form in MUDD_FORMS.items()
-    }
+    return mixing(mudd, MUDD_FORMS)
 
 
 def sums(count: int) -> dict:
@@ -60,8 +53,7 @@ def claims(rounds: int) -> list[dict]:
         times("the sums of 25 states with given weights, against a stack", sums(LAYERS + 1),
               "stack", "deepfast", 5, rounds=rounds),
     ]  # fmt: skip
-    step = functools.partial(transformer.make, LAYERS, optimizer=False)
-    steps = {name: step(name) for name in ("residual", "mudd")}
+    steps = {name: step(LAYERS, name, optimizer=False) for name in ("residual", "mudd")}
     what = f"a {LAYERS}-layer encoder's step over the plain residual one"
     rows.append(times(what, steps, "mudd", "residual", 2, rounds=rounds, at_most=True))
     rows.append(peaks(f"{what}, peak bytes", steps, "mudd", "residual", 2, at_most=True))

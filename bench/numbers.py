@@ -8,16 +8,67 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench import depth_mix, ops, transformer
+from bench import ops
 from deepfast.files import write_atomically
 from deepfast.measure.clock import copy_bandwidth, interleave, keep_memory, ratio
+from deepfast.measure.forms import FORMS, Connection, FusedPerLayer, mixing_alone
 from deepfast.measure.machine import environment
 from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
+from deepfast.nn import DLCL, TransformerEncoder
+
+SENTENCES, LENGTH, DIM, HEADS, FFN = 64, 32, 256, 4, 1024
+TOKENS = SENTENCES * LENGTH
+
+
+def mixing(
+    module: Connection, forms: dict, tokens: int = TOKENS, dim: int = DIM, *, backward: bool = True
+) -> dict[str, Callable]:
+    """Each form of the connection of a whole stack whose layers do nothing, as a function without
+    arguments, on the same weights and input."""
+    y = torch.randn(tokens, dim, requires_grad=backward)
+    grad = torch.randn(tokens, dim) if backward else None
+
+    def run(form):
+        with torch.set_grad_enabled(backward):
+            mixing_alone(form, module, y, grad)
+
+    return {name: partial(run, form) for name, form in forms.items()}
+
+
+def dlcl(layers: int, tokens: int = TOKENS, dim: int = DIM, *, backward: bool = True) -> dict:
+    forms = FORMS | {"one fused pass per layer": FusedPerLayer}
+    return mixing(DLCL(layers, dim), forms, tokens, dim, backward=backward)
+
+
+def step(
+    layers: int,
+    connection: str,
+    *,
+    optimizer: bool = True,
+    change: Callable[[TransformerEncoder], None] = lambda encoder: None,
+) -> Callable[[], None]:
+    """A training step of an encoder: forward, backward, Adam. ``change`` is called with the encoder
+    first."""
+    torch.manual_seed(0)
+    encoder = TransformerEncoder(layers, DIM, HEADS, FFN, connection=connection, dropout=0.1)
+    change(encoder)
+    adam = torch.optim.Adam(encoder.parameters(), lr=1e-4, fused=True) if optimizer else None
+    x, target = torch.randn(2, SENTENCES, LENGTH, DIM).unbind(0)
+
+    def run():
+        loss = (encoder(x) - target).square().mean()
+        loss.backward()
+        if adam is not None:
+            adam.step()
+        encoder.zero_grad(set_to_none=True)
+
+    return run
 
 
 def times(
@@ -49,22 +100,21 @@ def peaks(
 def against(form: str, layers: int, wanted: float, rounds: int, suffix: str = "") -> dict:
     """The mixing alone beside another form of DLCL."""
     what = f"mixing alone against {form}, L={layers}, T=2048, D=256, fp32{suffix}"
-    made = depth_mix.make(layers, 2048, 256)
-    return times(what, made, form, "deepfast", wanted, rounds=rounds)
+    return times(what, dlcl(layers), form, "deepfast", wanted, rounds=rounds)
 
 
 def claims(rounds: int) -> list[dict]:
     """Every row of the table."""
-    forward = depth_mix.make(100, 4096, 512, backward=False)
+    forward = dlcl(100, 4096, 512, backward=False)
     rows = [
         times("mixing forward against one fused pass per layer, L=100, T=4096, D=512, fp32",
               forward, "one fused pass per layer", "deepfast", 2.5, rounds=rounds),
         against("DenseFormer form", 60, 10, rounds),
         against("stack and sum", 100, 60, rounds),
         peaks("mixing alone, peak bytes of stack and sum over deepfast's, L=100",
-              depth_mix.make(100, 2048, 256), "stack and sum", "deepfast", 6),
+              dlcl(100), "stack and sum", "deepfast", 6),
     ]  # fmt: skip
-    steps = {connection: transformer.make(100, connection) for connection in ("residual", "dlcl")}
+    steps = {connection: step(100, connection) for connection in ("residual", "dlcl")}
     what = "training step of a DLCL encoder over the plain residual one, L=100, T=2048, D=256"
     rows.append(times(what, steps, "dlcl", "residual", 1.10, rounds=rounds, at_most=True))
     rows.append(peaks("peak bytes of the same", steps, "dlcl", "residual", 1.05, at_most=True))
