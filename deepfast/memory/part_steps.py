@@ -70,14 +70,6 @@ class PartLayer(Layer):
         walk.make(**{above: self.d})
         walk.leave(branch, below)
 
-    def _attend(self, walk: Walk) -> None:
-        walk.make(qkv=self.twice * self.qkv)
-        walk.make(qkv=self.qkv, o=self.twice * self.d + self.lse)
-
-    def _attend_encoded(self, walk: Walk) -> None:
-        walk.make(q=self.d, kv=self.twice * self.kv)
-        walk.make(kv=self.kv, o2=self.twice * self.d + self.lse)
-
     def _feed(self, walk: Walk) -> None:
         walk.make(h=self.f)
         walk.make(act=self.f)

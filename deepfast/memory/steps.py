@@ -193,15 +193,13 @@ class Layer:
 
     def walk_forward(self, walk: Walk) -> None:
         """From x and n to the branch and its residual, in post-norm to y."""
-        d, st, twice = self.d, self.statistics, self.twice
-        walk.make(qkv=twice * self.qkv)
-        walk.make(qkv=self.qkv, o=twice * d + self.lse)
+        d, st = self.d, self.statistics
+        self._attend(walk)
         walk.make(a=d)
         walk.leave("qkv", "o")
         if self.decoder:
             walk.make(n2=d, s1=d + st)
-            walk.make(q=d, kv=twice * self.kv)
-            walk.make(kv=self.kv, o2=twice * d + self.lse)
+            self._attend_encoded(walk)
             walk.make(c=d)
             walk.leave("q", "kv", "o2")
         # Under autocast a weight scaled by a gate exists in fp32 too.
@@ -215,6 +213,14 @@ class Layer:
         if self.rerun and not self.pre:
             # ReLU's result overwrites h.
             walk.leave("h") if self.gelu else walk.drop("act")
+
+    def _attend(self, walk: Walk) -> None:
+        walk.make(qkv=self.twice * self.qkv)
+        walk.make(qkv=self.qkv, o=self.twice * self.d + self.lse)
+
+    def _attend_encoded(self, walk: Walk) -> None:
+        walk.make(q=self.d, kv=self.twice * self.kv)
+        walk.make(kv=self.kv, o2=self.twice * self.d + self.lse)
 
     def forward(self) -> list[Step]:
         walk = Walk(self.kept() | self.cached(), x=self.d, **self.copies())

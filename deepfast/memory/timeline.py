@@ -41,14 +41,12 @@ class HeadBytes:
     """While the loss and its gradients are computed."""
     gradients: int
     """Gradient of the shared weight, which exists from the loss on."""
-    embedding: int
-    """While an embedding's gradient is added to the existing one, beside the tokens' gradients."""
 
 
 def head_bytes(sizes: Sizes) -> HeadBytes:
     """The head's bytes by closed formulas; all 0 without a vocabulary."""
     if not sizes.vocabulary:
-        return HeadBytes(kept=0, working=0, gradients=0, embedding=0)
+        return HeadBytes(kept=0, working=0, gradients=0)
     tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
     chunk = min(chunk_rows(tokens), tokens)
     table = sizes.vocabulary * sizes.width
@@ -62,13 +60,7 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
             working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
     # The dropout mask of embeddings: one byte per element on CUDA, an fp32 factor on the CPU.
     mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
-    return HeadBytes(
-        kept=mask,
-        working=working,
-        gradients=gradient * table,
-        # Its own gradient, and the sum of both.
-        embedding=gradient * table * 2,
-    )
+    return HeadBytes(kept=mask, working=working, gradients=gradient * table)
 
 
 def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment]:
@@ -83,23 +75,23 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
         below, waiting = _sum(below, target), _sum(waiting, target)
         moments += [_sum(below, moment) for moment in decoder.forward()]
         below = _sum(below, decoder.full(cached=True))
-    # The projection's gradient waits for those of the embeddings, the decoder's first.
-    projection = Moment(head=head.gradients)
-    moments.append(_sum(below, projection, Moment(head=head.working)))
-    done = projection
+    # The projection's gradient waits for those of the embeddings, the decoder's first. While one is
+    # added to it, it exists three times: beside it are the new gradient and the sum.
+    done = Moment(head=head.gradients)
+    moments.append(_sum(below, done, Moment(head=head.working)))
     if decoder is not None:
         moments += [_sum(waiting, done, moment) for moment in decoder.backward()]
         done = _sum(done, Moment(gradients=decoder.gradients))
         # Beside the gradient of the encoder's output.
-        embedding = Moment(head=head.embedding, transient=decoder.embedded())
+        embedding = Moment(head=2 * head.gradients, transient=decoder.embedded())
         moments.append(_sum(waiting, done, embedding))
     if not sizes.vocabulary:
         # The caller of a bare stack holds its result.
         source = Moment(transient=encoder.state)
     moments += [_sum(source, done, moment) for moment in encoder.backward()]
     last = Moment(
-        gradients=encoder.gradients, head=head.embedding, transient=encoder.embedded()
-    )  # fmt: skip
+        gradients=encoder.gradients, head=2 * head.gradients, transient=encoder.embedded()
+    )
     return [*moments, _sum(done, last)]
 
 
