@@ -1,16 +1,19 @@
-"""What this process knows of its devices, and the proof of an op at its first use."""
+"""What this process knows of its devices, and the proof of an op at its first use.
 
-import functools
+The ranks of a process group take one answer for each op, that of the rank that asks first.
+"""
+
+import json
 import os
 import threading
 import time
 
 import torch
+import torch.distributed as dist
 
-from deepfast.proof import ranks
 from deepfast.proof import table as tables
 from deepfast.proof.prove import Runner, Wanted, prove
-from deepfast.proof.table import Entry, Table, log
+from deepfast.proof.table import Entry, Table, log, tell_once
 
 MODES = ("auto", "off", "require")
 
@@ -93,19 +96,52 @@ def why_not_now() -> str | None:
     return None
 
 
-@functools.cache
-def _tell_once(text: str) -> None:
-    log.warning("%s", text)
+def _store() -> dist.Store | None:
+    """Where the ranks leave their answers; None where there are no others, or no store."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    found = dist.distributed_c10d._get_default_store()
+    if found is None:
+        tell_once(
+            "deepfast: this process group has no store (as with MPI): the ranks do not compare "
+            "which kernels are proved, and each takes its own answers"
+        )
+    return found
+
+
+def _agree(
+    store: dist.Store, op: str, dtype: str, key: dict[str, str], entry: Entry
+) -> tuple[Entry, str | None]:
+    """The first rank's entry, for all ranks on the same kind of device, and None; or what differs.
+
+    There is no collective call, because ranks may use different ops at different times, such as the
+    stages of a pipeline. A rank on another kind of device has its own answers.
+    """
+    rank = dist.get_rank()
+    mine = json.dumps({"rank": rank, "key": key, "entry": entry})
+    name = f"deepfast/proof/{key['device']}/{op}/{dtype}"
+    first = json.loads(store.compare_set(name, "", mine))
+    who = f"{op} {dtype}: rank {rank} differs from rank {first['rank']}"
+    for field, value in first["key"].items():
+        if key.get(field) != value:
+            return entry, f"{who}: {field} is {key.get(field)}, not {value}"
+    missing = tables.proved(first["entry"]) - tables.proved(entry)
+    if missing:
+        errors = "; ".join(
+            f"{by}: {entry['errors'].get(by, 'was not proved')}" for by in sorted(missing)
+        )
+        return entry, f"{who}, where these backends are proved: {errors}"
+    return first["entry"], None
 
 
 def _compare() -> tuple[bool, str | None]:
     """Compares with other ranks what was not compared yet, also what was chosen before there was a
     process group. Returns whether an answer changed, and what differs, or None."""
-    store = ranks.store() if _alone else None
+    store = _store() if _alone else None
     changed = False
     for each in list(_alone) if store is not None else ():
         op, name, dtype = each
-        entry, difference = ranks.agree(store, op, dtype, _tables[name].key, _agreed[each])
+        entry, difference = _agree(store, op, dtype, _tables[name].key, _agreed[each])
         if difference is not None:
             return changed, difference
         changed |= entry != _agreed[each]
@@ -134,7 +170,7 @@ def settle(
             found = entry(op, device, dtype, built)
         else:
             settled = False
-            _tell_once(
+            tell_once(
                 f"deepfast: {op} is not proved on this device and cannot be {reason}: torch's own "
                 "form serves; run `deepfast prove`, or the op once outside, before"
             )

@@ -26,15 +26,6 @@ from deepfast.proof.table import Entry, Table
 ROUNDS = 9
 
 
-@dataclass(frozen=True)
-class Limits:
-    start: float = 300.0
-    """Seconds until a worker is ready: it imports torch and opens the device."""
-    silence: float = 120.0
-    """Seconds for one case, with the compilation of its kernels."""
-    workers: int = 8
-
-
 class NoWorker(RuntimeError):
     """A worker did not even start, which says nothing about the kernels."""
 
@@ -44,7 +35,11 @@ class Runner:
     """Starts workers and reads their lines."""
 
     device: torch.device
-    limits: Limits = field(default_factory=Limits)
+    start: float = 300.0
+    """Seconds until a worker is ready: it imports torch and opens the device."""
+    silence: float = 120.0
+    """Seconds for one case, with the compilation of its kernels."""
+    workers: int = 8
     thorough: bool = False
     prelude: str = ""
     """Python that a worker runs first; tests load an emulator in it, and break kernels."""
@@ -90,7 +85,7 @@ class Runner:
             lines.put(EOFError)
 
         threading.Thread(target=read, daemon=True).start()
-        limit = self.limits.start
+        limit = self.start
         while True:
             try:
                 line = lines.get(timeout=limit)
@@ -100,10 +95,10 @@ class Runner:
             if line is EOFError:
                 # It has closed stdout and is about to end, with a status that tells why.
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(self.limits.silence)
+                    process.wait(self.silence)
                 return
             yield line
-            limit = self.limits.silence
+            limit = self.silence
 
     def run(self, op: str, items: list[dict]) -> Iterator[tuple[dict, dict]]:
         """(item, result) of every item, in their order. The item that was running when a worker
@@ -122,7 +117,7 @@ class Runner:
                 try:
                     for line in self._lines(process):
                         if line is None:
-                            limit = self.limits.silence if running else self.limits.start
+                            limit = self.silence if running else self.start
                             end = f"no answer within {limit:g} s"
                         elif "begin" in line:
                             running = line
@@ -190,7 +185,7 @@ def correct(
     right: dict[str, dict[str, Entry]] = {op: {} for op in wanted}
     lost: dict[str, NoWorker] = {}
     short: set[str] = set()
-    count = max(1, min(os.cpu_count() or 1, runner.limits.workers))
+    count = max(1, min(os.cpu_count() or 1, runner.workers))
     with ThreadPoolExecutor(count) as pool:
         try:
             jobs = [

@@ -239,17 +239,16 @@ def load(key: dict[str, str]) -> Table:
     return found or Table(key)
 
 
-_unwritable: set[Path] = set()
+@functools.cache
+def tell_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _tell_unwritable(error: OSError) -> None:
-    """Says once that results are not kept."""
-    if folder() not in _unwritable:
-        _unwritable.add(folder())
-        log.warning(
-            "%s cannot be written (%s): what is proved is kept for this process alone; "
-            "DEEPFAST_CACHE names another folder", folder(), error,
-        )  # fmt: skip
+    tell_once(
+        f"{folder()} cannot be written ({error.strerror}): what is proved is kept for this process "
+        "alone; DEEPFAST_CACHE names another folder"
+    )
 
 
 @contextlib.contextmanager

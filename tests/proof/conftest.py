@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from deepfast import backend
-from deepfast.proof import known, prove, ranks
+from deepfast.proof import known, prove
 from deepfast.proof import table as tables
 
 
@@ -15,9 +15,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path / "cache"))
     for name in ("DEEPFAST_PROOF", "DEEPFAST_BACKEND"):
         monkeypatch.delenv(name, raising=False)
-    known._tell_once.cache_clear()
-    ranks._tell_no_store.cache_clear()
-    tables._unwritable.clear()
+    tables.tell_once.cache_clear()
     backend.forget()
     yield tmp_path / "cache"
     backend.forget()

@@ -12,7 +12,7 @@ from deepfast.cases import case as cases
 from deepfast.cases import check, sizes, worker
 from deepfast.proof import known, prove
 from deepfast.proof import table as tables
-from deepfast.proof.prove import Limits, NoWorker, Runner
+from deepfast.proof.prove import NoWorker, Runner
 from tests.proof import faults
 
 CPU = torch.device("cpu")
@@ -37,8 +37,7 @@ class InProcess(Runner):
 def proofs(device, monkeypatch):
     """Kernels are proved in this process, by one case; several workers would share its seed."""
     monkeypatch.setattr(sizes, "cases", faults.one)
-    limits = Limits(workers=1)
-    monkeypatch.setattr(known, "make_runner", lambda device: InProcess(device, limits))
+    monkeypatch.setattr(known, "make_runner", lambda device: InProcess(device, workers=1))
     monkeypatch.setattr(InProcess, "runs", 0)
     return InProcess
 
@@ -136,7 +135,7 @@ def test_memory_that_runs_out_again_keeps_what_was_proved(proofs, broken):
 def results(fault, silence, *dtypes):
     """(error, whether memory ran out) of Triton's kernel in a worker, by dtype."""
     prelude = f"from tests.proof import faults; faults.install(('triton',), {fault!r})"
-    runner = Runner(CPU, Limits(silence=silence), prelude=prelude)
+    runner = Runner(CPU, silence=silence, prelude=prelude)
     items = [{"dtype": dtype, "backend": "triton"} for dtype in dtypes]
     found = runner.run("layer_norm", items)
     return {item["dtype"]: (said["error"], said.get("memory", False)) for item, said in found}
