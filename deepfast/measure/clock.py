@@ -34,16 +34,11 @@ def interleave(
     *,
     repeats: int = 5,
     warmup: int = 1,
-    nbytes: dict[str, int] | None = None,
     clock: Clock = on_cpu,
 ) -> dict[str, Row]:
-    """Rows of variants that take turns, see `deepfast.clock.take_turns`; with ``nbytes`` the bytes
-    that each has to move."""
+    """Rows of variants that take turns, see `deepfast.clock.take_turns`."""
     found = take_turns(variants, rounds=repeats, warmup=warmup, clock=clock)
-    return {
-        name: Row(variant=name, seconds=seconds, nbytes=(nbytes or {}).get(name))
-        for name, seconds in found.items()
-    }
+    return {name: Row(variant=name, seconds=seconds) for name, seconds in found.items()}
 
 
 def ratio(slow: Row, fast: Row) -> float:
@@ -61,4 +56,4 @@ def copy_variant(nbytes: int = 1 << 27) -> tuple[Callable[[], object], int]:
 def copy_bandwidth() -> float:
     """GB/s of a plain copy, read plus written bytes."""
     run, nbytes = copy_variant()
-    return interleave({COPY: run}, repeats=9, nbytes={COPY: nbytes})[COPY].gb_per_second
+    return nbytes / interleave({COPY: run}, repeats=9)[COPY].median / 1e9

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Any
 
 from deepfast.clock import on_cpu
 from deepfast.measure.machine import ResidentPeak, free_bytes
@@ -27,13 +27,6 @@ class Job:
     run: Callable[[], object]
 
 
-class Case(Protocol):
-    """The tensors that all variants share."""
-
-    def run(self, variant: str) -> None:
-        """One run of a variant; leaves no gradients."""
-
-
 @dataclass
 class Turns:
     """Variants of one case: each runs once with its memory counted, then they are timed in turn."""
@@ -44,8 +37,9 @@ class Turns:
     rows: list[Row]
     """A row for each variant, to be filled. If its ``predicted_bytes`` exceed the free memory, the
     variant does not run and the row's note says so."""
-    make: Callable[[], Case]
-    """Builds the case when the first job runs; it lives until the last job is dropped."""
+    make: Callable[[], Any]
+    """Builds what the variants share when the first job runs; it lives until the last job is
+    dropped. Its method ``run`` takes a variant's name and leaves no gradients."""
 
     def jobs(self) -> list[Job]:
         """The jobs that fill the rows."""
@@ -61,7 +55,7 @@ class Turns:
         return jobs
 
 
-def _count(row: Row, case: Callable[[], Case]) -> None:
+def _count(row: Row, case: Callable[[], Any]) -> None:
     """One run with its memory counted, which is also the warm-up of the timed runs."""
     free = free_bytes() - GIB
     if row.predicted_bytes is not None and row.predicted_bytes > free:
@@ -76,7 +70,7 @@ def _count(row: Row, case: Callable[[], Case]) -> None:
     row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
 
 
-def _time(row: Row, case: Callable[[], Case]) -> None:
+def _time(row: Row, case: Callable[[], Any]) -> None:
     if row.peak_bytes is not None:
         row.seconds.append(on_cpu(partial(case().run, row.variant)))
 

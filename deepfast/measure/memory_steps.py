@@ -3,17 +3,17 @@ fits a device, by closed forms; and these forms beside counted steps."""
 
 import bisect
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from deepfast.measure.encoders import DROPOUT, EncoderModel
-from deepfast.measure.jobs import Job, Turns
+from deepfast.measure.jobs import Turns
 from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
-from deepfast.memory import POLICIES, LiveBytes, Plan, parse_bytes, plan
+from deepfast.memory import POLICIES, Plan, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import uniform_peak
 from deepfast.memory.sizes import MOST, OPTIMIZERS, Sizes
@@ -165,34 +165,39 @@ def deepest() -> dict:
 # ---- closed forms beside counted steps -----------------------------------------------------------
 
 
-@dataclass
-class Held:
-    """Small models, each counted once beside its closed form. Both numbers include parameters,
-    gradients and the optimizer's state."""
+class HeldCase:
+    """Small models of one size. A run makes one and trains it for a step, with its parameters,
+    their gradients and the optimizer's state."""
 
-    rows: list[Row]
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        shape = sizes.tokens // sizes.length, sizes.length
+        self.tokens, self.target = (torch.randint(sizes.vocabulary, shape) for _ in range(2))
 
-    def jobs(self) -> list[Job]:
-        """The jobs that fill the rows."""
-        return [
-            Job("closed forms", f"{row.depth} layers, {row.variant}, {row.what}",
-                partial(_count, row))
-            for row in self.rows
-        ]  # fmt: skip
+    def run(self, form: str) -> None:
+        model = EncoderModel(self.sizes, HELD_POLICIES.get(form, form))
+        count = sum(p.numel() for p in model.parameters())
+        moments = torch.empty(OPTIMIZERS[self.sizes.optimizer] * count, dtype=torch.uint8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.sizes.dtype == "bfloat16"):
+            loss = model.loss(self.tokens, self.target)
+        loss.backward()
+        del moments
 
 
-def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) -> list[Held]:
-    """Every form at every small depth and dtype."""
-    rows = []
+def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) -> list[Turns]:
+    """Every form at every small depth and dtype, counted once beside its closed form."""
+    found = []
     for depth in settings.held_depths:
         for dtype in DTYPES:
-            sizes = held_sizes(depth, dtype)
+            sizes, rows = held_sizes(depth, dtype), []
             for form in forms:
                 policy = HELD_POLICIES.get(form)
                 peak = uniform_peak(sizes, policy) if policy else eager_peak(sizes, form)
                 rows.append(Row(variant=form, depth=depth, what=dtype, predicted_bytes=peak,
                                 tokens=sizes.tokens))  # fmt: skip
-    return [Held(rows)]
+            make = partial(HeldCase, sizes)
+            found.append(Turns("closed forms", f"{depth} layers, {dtype}", rows, make))
+    return found
 
 
 def held_chapter(rows: list[Row]) -> dict:
@@ -207,22 +212,3 @@ def held_sizes(depth: int, dtype: str) -> Sizes:
         budget="1TiB", layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
         length=HELD_LENGTH, **HELD_MODEL,
     ).sizes  # fmt: skip
-
-
-def _count(row: Row) -> None:
-    torch.manual_seed(0)
-    sizes = held_sizes(row.depth, row.what)
-    model = EncoderModel(sizes, HELD_POLICIES.get(row.variant, row.variant))
-    row.peak_bytes = counted_bytes(model, sizes)
-
-
-def counted_bytes(model: EncoderModel, sizes: Sizes) -> int:
-    """The peak of one step, forward and backward, with parameters and the optimizer's state."""
-    shape = (sizes.tokens // sizes.length, sizes.length)
-    tokens, target = (torch.randint(sizes.vocabulary, shape) for _ in range(2))
-    with LiveBytes() as live:
-        with torch.autocast("cpu", torch.bfloat16, enabled=sizes.dtype == "bfloat16"):
-            loss = model.loss(tokens, target)
-        loss.backward()
-    count = sum(p.numel() for p in model.parameters())
-    return live.peak + (4 + OPTIMIZERS[sizes.optimizer]) * count

@@ -11,10 +11,9 @@ from deepfast.files import require, write_atomically
 from deepfast.measure import connections, report_pictures
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS
 from deepfast.measure.traffic import forward_reads
-from deepfast.memory import POLICIES
+from deepfast.memory import POLICIES, format_bytes
 
 TEMPLATE, PAGE = "report.html", "index.html"
-MIB, GIB = 1 << 20, 1 << 30
 
 
 # ---- numbers as text -----------------------------------------------------------------------------
@@ -30,12 +29,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """GiB, or MiB below one."""
-    if nbytes is None:
-        return ""
-    if nbytes < 0.9995 * GIB:
-        return f"{nbytes / MIB:.0f} MiB" if nbytes >= 100 * MIB else f"{nbytes / MIB:.3g} MiB"
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 10 * GIB else f"{nbytes / GIB:.2f} GiB"
+    return "" if nbytes is None else format_bytes(nbytes)
 
 
 def traffic(nbytes: float | None) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 
 from deepfast.measure import memory_steps
@@ -17,7 +17,7 @@ from deepfast.measure.steps import agreement, mixing, steps
 from deepfast.measure.training import Training
 
 FORMAT, VERSION = "deepfast report", 2
-CHAPTERS: dict[str, Callable[[Settings], Sequence[Turns | memory_steps.Held]]] = {
+CHAPTERS: dict[str, Callable[[Settings], list[Turns]]] = {
     "steps": steps,
     "mixing": mixing,
     "connections": connections,

@@ -96,14 +96,9 @@ def test_every_variant_is_measured_at_every_depth(made):
         assert row["median_seconds"] > 0
         assert row["peak_bytes"] > 0
         assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
-    for key, depths, variants in (
-        ("connections", settings["connection_depths"],
-         [f"{name}: {form}" for name in CONNECTIONS for form in (OURS, PLAIN)]),
-        ("policies", settings["depths"], POLICIES),
-    ):  # fmt: skip
-        rows = report[key]["rows"] if key == "policies" else report[key]
-        every = [(depth, variant) for depth in depths for variant in variants]
-        assert [(row["depth"], row["variant"]) for row in rows] == every
+    depths = settings["connection_depths"]
+    assert len(report["connections"]) == len(depths) * len(CONNECTIONS) * len((OURS, PLAIN))
+    assert len(report["policies"]["rows"]) == len(settings["depths"]) * len(POLICIES)
     for text in (
         "Other connections over depth", "Traffic is counted, not measured",
         "layers plain PyTorch takes", "Policies: predicted and measured",
@@ -209,17 +204,15 @@ def test_a_training_that_fails_is_told_on_the_page(tiny, capsys):
     assert "Not measured." in page.render(found), "no depth's policies were timed"
 
 
-def test_a_plain_line_for_each_job(capsys):
-    jobs = [Job("part", name, lambda: None) for name in ("first", "second")]
-    Progress(terminal=False).run(jobs)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["   1 of 2  part: first", "   2 of 2  part: second"]
-
-
-def test_a_bar_on_a_terminal(capsys):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_tells_each_job(capsys, terminal):
+    """A line for each; on a terminal a bar."""
     ran = []
-    progress = Progress(terminal=True)
-    progress.run([Job("part", "only [job]", lambda: ran.append(1))])
-    assert ran == [1]
-    assert "part: only [job]" in capsys.readouterr().out
+    jobs = [Job("part", f"only [job {n}]", lambda n=n: ran.append(n)) for n in (1, 2)]
+    progress = Progress(terminal=terminal)
+    progress.run(jobs)
+    assert ran == [1, 2]
     assert progress.seconds.keys() == {"part"}
+    said = capsys.readouterr().out
+    assert ("2/2" if terminal else "   2 of 2  ") in said
+    assert "part: only [job 2]" in said
