@@ -11,9 +11,8 @@ import sys
 import torch
 
 from bench.numbers import DIM, dlcl, mixing, peaks, report, step, times
-from deepfast.measure.clock import interleave
+from deepfast.measure.clock import claim, interleave
 from deepfast.measure.forms import ATTENTION_FORMS, InStack
-from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
 from deepfast.nn import AttentionResiduals
 

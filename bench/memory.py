@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from deepfast.files import write_atomically
+from deepfast.measure.clock import claim
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
-from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, STACK
 from deepfast.nn import TransformerEncoder

@@ -15,10 +15,9 @@ import torch
 
 from bench import ops
 from deepfast.files import write_atomically
-from deepfast.measure.clock import copy_bandwidth, interleave, keep_memory, ratio
+from deepfast.measure.clock import claim, copy_bandwidth, interleave, keep_memory, ratio
 from deepfast.measure.forms import FORMS, Connection, FusedPerLayer, mixing_alone
 from deepfast.measure.machine import environment
-from deepfast.measure.rows import claim
 from deepfast.memory import LiveBytes
 from deepfast.nn import DLCL, TransformerEncoder
 

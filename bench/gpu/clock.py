@@ -17,7 +17,7 @@ import torch
 from bench.gpu.results import Run
 from deepfast import backend
 from deepfast.clock import clock_of
-from deepfast.measure.rows import Row, claim
+from deepfast.measure.clock import Row, claim
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,9 @@ from bench.gpu.launches import operands
 from bench.gpu.ops import compiled, ours
 from deepfast import backend, ops
 from deepfast.clock import on_cpu
+from deepfast.measure.clock import Row
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.measure.forms import FORMS, mixing_alone
-from deepfast.measure.rows import Row
 from deepfast.nn import (
     DLCL,
     DepthHistory,

@@ -15,7 +15,7 @@ from bench.gpu.clock import Bench, Variant
 from deepfast import backend, ops
 from deepfast.cases import ops as calls
 from deepfast.cases.case import Case, Rows, torchs, tuple_of
-from deepfast.measure.rows import Row
+from deepfast.measure.clock import Row
 
 BF16 = torch.bfloat16
 DROPOUT = 0.1

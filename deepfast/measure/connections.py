@@ -12,8 +12,8 @@ import torch
 from deepfast.connections import BLOCKS
 from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.measure import forms
+from deepfast.measure.clock import Row
 from deepfast.measure.jobs import Turns
-from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import OpTraffic, engine_moved
 from deepfast.nn import DLCL, MUDD, AttentionResiduals

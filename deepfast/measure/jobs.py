@@ -9,8 +9,8 @@ from functools import cache, partial
 from typing import Any
 
 from deepfast.clock import on_cpu
+from deepfast.measure.clock import Row
 from deepfast.measure.machine import ResidentPeak, free_bytes
-from deepfast.measure.rows import Row
 from deepfast.memory import LiveBytes
 
 GIB = 1 << 30

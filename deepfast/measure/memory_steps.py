@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from deepfast.measure.clock import Row
 from deepfast.measure.encoders import DROPOUT, EncoderModel
 from deepfast.measure.jobs import Turns
-from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.memory import POLICIES, Plan, parse_bytes, plan
 from deepfast.memory.eager import EAGER, eager_peak

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from deepfast.measure import memory_steps
-from deepfast.measure.clock import COPY
+from deepfast.measure.clock import COPY, Row
 from deepfast.measure.connections import connections
 from deepfast.measure.jobs import Job, Progress, Turns
 from deepfast.measure.machine import environment
 from deepfast.measure.report_pictures import memory_curves, memory_title
-from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.steps import agreement, mixing, steps
 from deepfast.measure.training import Training

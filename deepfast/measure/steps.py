@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.profiler import profile, record_function
 
 from deepfast.files import write_atomically
-from deepfast.measure.clock import COPY, copy_variant
+from deepfast.measure.clock import COPY, Row, copy_variant
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS, StepCase
 from deepfast.measure.forms import FORMS, mixing_alone
 from deepfast.measure.jobs import Turns
-from deepfast.measure.rows import Row
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import states_moved
 from deepfast.nn import DLCL

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepfast.measure import jobs, memory_steps, page, steps
-from deepfast.measure.clock import COPY
+from deepfast.measure.clock import COPY, Row
 from deepfast.measure.connections import (
     CONNECTIONS,
     OURS,
@@ -21,7 +21,6 @@ from deepfast.measure.encoders import VARIANTS, EncoderModel, FormEncoder, StepC
 from deepfast.measure.forms import mixing_alone
 from deepfast.measure.memory_steps import HELD_POLICIES, MODEL
 from deepfast.measure.report_pictures import memory_curves
-from deepfast.measure.rows import Row
 from deepfast.measure.settings import DEFAULT, FULL, QUICK
 from deepfast.memory import POLICIES, parse_bytes, plan
 from deepfast.memory.eager import CHECKPOINTED, EAGER, LOOP, RESIDUAL, STACK, eager_peak
