@@ -18,7 +18,7 @@ need more while backward runs; `steps` goes through both directions.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -94,10 +94,13 @@ class Stack:
         self.tokens = sizes.target_tokens if decoder else sizes.tokens
         self.count, self.rows = len(policies), sizes.rows(decoder)
         self.parts = sizes.parts(decoder)
-        self.runs = [
-            (layer_bytes(sizes, policy, decoder), sum(1 for _ in run))
-            for policy, run in groupby(policies)
-        ]
+        of_policy = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
+        self.layers = [of_policy[policy] for policy in policies]
+        self.below = {
+            field: [0, *accumulate(getattr(layer, field) for layer in self.layers)]
+            for field in ("kept", "copies", "cached")
+        }
+        """Field of `LayerBytes` -> its sum over the layers below each layer, and over all."""
         kind = sizes.kind(decoder)
         self.mixes, self.attends = kind in MIXING, kind in ATTENTION_RESIDUALS
         self.running = kind == "block_attnres"
@@ -162,36 +165,20 @@ class Stack:
         # The pulled sums are allocated in the upper of these two layers. The lower one is the first
         # that has them from its start.
         first = (self.last_block - 2) // self.parts
-        found = {first, first - 1}
-        end = 0
-        for _, length in self.runs:
-            found |= {end, end + length - 1}
-            end += length
+        found = {first, first - 1, 0, self.count - 1}
+        for index, (layer, above) in enumerate(pairwise(self.layers)):
+            if layer is not above:
+                found |= {index, index + 1}
         return sorted(index for index in found if 0 <= index < self.count)
-
-    def layer(self, index: int) -> LayerBytes:
-        for layer, length in self.runs:
-            if index < length:
-                return layer
-            index -= length
-        raise IndexError(index)
-
-    def below(self, end: int, field: str) -> int:
-        """The sum of a field of `LayerBytes` over layers 0 .. end - 1."""
-        total = 0
-        for layer, length in self.runs:
-            total += min(max(end, 0), length) * getattr(layer, field)
-            end -= length
-        return total
 
     def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:
         """One step of layer ``index``, on top of what the layers below it keep."""
-        layer = self.layer(index)
+        layer = self.layers[index]
         activations = min(layer.kept, step.alive)
         own = min(getattr(layer, copies), step.alive - activations)
         return Moment(
-            copies=self.below(index, copies) + own,
-            activations=self.below(index, "kept") + activations,
+            copies=self.below[copies][index] + own,
+            activations=self.below["kept"][index] + activations,
             transient=step.alive - activations - own + rest.pop("transient"),
             **rest,
         )
@@ -199,7 +186,7 @@ class Stack:
     def forward(self) -> list[Moment]:
         entered, moments = self.entered(), []
         for index in self.candidates():
-            for step in self.layer(index).forward:
+            for step in self.layers[index].forward:
                 # Partial sums are allocated with the first row of the second block.
                 row = index * self.parts + step.part
                 history = self.connection(self.partial() if row >= self.block else 0)
@@ -213,15 +200,15 @@ class Stack:
         # Without a depth connection the last norm keeps its input.
         states = 2 if self.sizes.norm == "pre" and not self.mixes else 1
         return Moment(
-            copies=self.below(self.count, "cached" if cached else "copies"),
+            copies=self.below["cached" if cached else "copies"][-1],
             history=self.connection(),
-            activations=self.below(self.count, "kept"),
+            activations=self.below["kept"][-1],
             transient=states * self.state,
         )
 
     def backward(self) -> list[Moment]:
         # The norms of the connection.
-        per_layer = self.layer(0).gradients
+        per_layer = self.layers[0].gradients
         if self.sizes.norm == "pre":
             per_layer += self.sizes.norm_values * FP32 * self.sizes.width * self.parts
         moments = []
@@ -236,7 +223,7 @@ class Stack:
                                             learning=True),
                     transient=source,
                 )
-                for step in self.layer(index).backward
+                for step in self.layers[index].backward
             ]  # fmt: skip
         return moments
 
