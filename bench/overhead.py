@@ -44,8 +44,8 @@ def make(kind: str, *, launches: bool) -> Callable[[], torch.Tensor]:
             else:
                 branch = dlcl(branch, history)
             if k == 0 and not launches:
-                names = vars(history.state.weights.launch)
-                history.state.weights.launch = SimpleNamespace(**dict.fromkeys(names, _nothing))
+                names = vars(history.state.launch)
+                history.state.launch = SimpleNamespace(**dict.fromkeys(names, _nothing))
         return branch
 
     return forward

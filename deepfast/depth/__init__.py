@@ -56,12 +56,13 @@ of earlier stages (outside.py), and after its last state come rows that later st
 (`later_rows` in depth_pass.py). The gradients of such sums are the g_l of their rows.
 
 To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
-`AttentionResiduals` share, checks it, begins a `DepthPass` with the first one, and calls `boundary`
+`AttentionResiduals` share, checks it, begins a pass with the first one, and calls `boundary`
 (boundary.py), whose autograd node runs one boundary forward and backward. `DepthPass`
-(depth_pass.py) has the states, P, Q and the gradients, in the order of the picture. `Schedule`
-(schedule.py) knows which row reads which state in which pass. How a row weighs the states is a
-subclass of `DepthWeights` beside its connection: `ConstantWeights` (dlcl.py) and `AttentionWeights`
-(attention_residuals.py) launch the kernels. `DepthHistory` is the caller's handle on a pass.
+(depth_pass.py) has the states, P, Q and the gradients, in the order of the picture: `partial` gives
+P_l, `_far_pull` gives Q_k. It asks `Schedule` (schedule.py) which row reads which state in which
+pass over the states. Its subclasses `ConstantPass` (dlcl.py) and `AttentionPass`
+(attention_residuals.py) weigh the states and launch the kernels that the picture names.
+`DepthHistory` is the caller's handle on a pass.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals

@@ -1,15 +1,13 @@
 """Attention residuals: every layer attends to what the layers below it have added."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from deepfast import backend as backends
 from deepfast import checks, ops
-from deepfast.depth.connection import DepthConnection, PassWeights, check_state
-from deepfast.depth.depth_pass import DepthPass, DepthWeights, Pair, Push, RowGrads, RowNorm, Stored
+from deepfast.depth.connection import DepthConnection, NewPass, check_state
+from deepfast.depth.depth_pass import DepthPass, Pair, Push, RowGrads, RowNorm, Start
 from deepfast.depth.schedule import FarPass, block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
@@ -155,27 +153,9 @@ class AttentionResiduals(DepthConnection):
         bias = self.own_bias()
         return score if bias is None else score + bias[row, k]
 
-    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        return self._pass_of(self.effective_query(), self.own_bias(), y, learning)
-
-    def _pass_of(
-        self, query: Tensor, bias: Tensor | None, y: Tensor, learning: bool
-    ) -> PassWeights:
-        """A pass with these queries and biases."""
-        dtype = compute_dtype(y.dtype)
-        op = "attention_boundary"
-        _, launch = backends.choose(op, self.backend, y.device, y.dtype, y.shape[-1])
-        # Copies: a parameter changed before backward must not change this pass.
-        own_query, own_bias = (
-            None if p is None else p.detach().to(dtype, copy=True).contiguous()
-            for p in (query, bias)
-        )
-        learns = query.requires_grad or (bias is not None and bias.requires_grad)
-        tokens = y.numel() // self.dim
-        weights = AttentionWeights(
-            launch, own_query, own_bias, self.weights, self.eps, learning and learns, tokens
-        )
-        return weights, (query, bias)
+    def _new_pass(self, start: Start) -> NewPass:
+        parameters = self.effective_query(), self.own_bias()
+        return AttentionPass(start, *parameters, self.weights), parameters
 
     def traced_weights(self) -> Tensor:
         return self.effective_query()
@@ -198,7 +178,7 @@ class AttentionResiduals(DepthConnection):
         )
 
 
-class AttentionWeights(DepthWeights):
+class AttentionPass(DepthPass):
     """``x_{l+1} = sum_k p_{l,k} z_k`` from the scores ``s_{l,k} = q_l . z_k r_k + b[l,k]``, with
     ``r_k = 1 / RMS(z_k)``.
 
@@ -206,42 +186,33 @@ class AttentionWeights(DepthWeights):
     known as soon as the state is, and the rows are computed in the blocks of DLCL.
 
     Args:
-        launch: the launches of the op "attention_boundary".
-        query: q (L+1, D), compute dtype.
-        bias: b (L+1, L+1), compute dtype, or None.
+        query: q (L+1, D).
+        bias: b (L+1, L+1), or None.
         kind: "softmax" over the states that a row reads, or "relu".
-        eps: added to the mean square in the RMSNorm.
-        learns: whether the query or the bias needs a gradient.
-        tokens: T.
     """
 
-    def __init__(
-        self,
-        launch: SimpleNamespace,
-        query: Tensor,
-        bias: Tensor | None,
-        kind: str,
-        eps: float,
-        learns: bool,
-        tokens: int,
-    ):
-        super().__init__(launch, query, learns)
-        self.query, self.bias, self.kind, self.eps = query, bias, kind, eps
+    op = "attention_boundary"
+
+    def __init__(self, start: Start, query: Tensor, bias: Tensor | None, kind: str):
+        self.query, self.bias = start.copies(query, bias)
+        super().__init__(start, self.query, start.learns(query, bias))
+        self.kind, self.eps = kind, self.owner.eps
         self.dquery: Tensor | None = None
         self.dbias: Tensor | None = None
-        rows = query.shape[0]
-        self.source_rstd: Tensor | None = query.new_empty(rows, tokens)
+        rows, tokens = len(query), start.y.numel() // query.shape[-1]
+        self.source_rstd: Tensor | None = self.query.new_empty(rows, tokens)
         """(L+1, T): r_k."""
-        self.stats = query.new_empty(rows, 3, tokens) if kind == "softmax" else None
+        self.stats = self.query.new_empty(rows, 3, tokens) if kind == "softmax" else None
         self.far_stats: Tensor | None = None
         """(B, 2, T): of the rows of one block, over the earlier states alone."""
 
     @property
     def nbytes(self) -> int:
         tensors = (self.source_rstd, self.stats, self.far_stats)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return super().nbytes + sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def release(self) -> None:
+        super().release()
         self.source_rstd = self.stats = self.far_stats = None
 
     def open_block(self, block: int) -> Tensor | None:
@@ -257,52 +228,50 @@ class AttentionWeights(DepthWeights):
     def _partial_stats(self, push: Push, partial: Tensor | None) -> Tensor | None:
         if partial is None or self.far_stats is None:
             return None
-        start, _ = push.run.schedule.blocks[push.k]
+        start, _ = self.schedule.blocks[push.k]
         return self.far_stats[push.k - start]
 
-    def mix(self, run: DepthPass, far: FarPass, sums: Tensor, add: bool) -> None:
+    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
         stats = None if self.far_stats is None else self.far_stats[: sums.shape[0]]
         self.launch.attend_rows(
-            states=run.states, sources=far.sources, query=self.query, bias=self.bias,
+            states=self.states, sources=far.sources, query=self.query, bias=self.bias,
             kind=self.kind, source_rstd=self.source_rstd, rows=far.targets, out=sums,
             out_stats=stats, out_rows=far.entries, accumulate=add,
         )  # fmt: skip
 
-    def forward(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out) = pushed, results
-        run, k = push.run, push.k
-        partial = run.partial(k)
+    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
+        (branch, residual), (x, out), k = pushed, results, push.k
+        partial = self.partial(k)
         self.launch.attention_boundary_forward(
             branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=run.states, k=k, near=run.schedule.near[k], query=self.query, bias=self.bias,
+            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
             kind=self.kind, eps=self.eps, source_rstd=self.source_rstd, stats=self.stats,
             partial=partial, partial_stats=self._partial_stats(push, partial), x=x,
             out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
             out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
         )  # fmt: skip
 
-    def pull(self, run: DepthPass, far: FarPass, given: Stored, sums: Tensor, add: bool) -> None:
-        grads, first = given
+    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
         self.launch.attend_pull(
             grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
-            states=run.states, sources=far.targets, query=self.query, bias=self.bias,
+            states=self.states, sources=far.targets, query=self.query, bias=self.bias,
             kind=self.kind, source_rstd=self.source_rstd, stats=self.stats, out=sums,
             out_rows=far.entries, accumulate=add, dquery=self.dquery, dbias=self.dbias,
         )  # fmt: skip
 
-    def backward(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        run, k = push.run, push.k
+    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
+        k = push.k
         # A softmax needs x again.
         again = grads.dout is not None or self.kind == "softmax"
-        partial = run.partial(k) if again else None
+        partial = self.partial(k) if again else None
         self.launch.attention_boundary_backward(
-            states=run.states, k=k, near=run.schedule.near[k], query=self.query, bias=self.bias,
+            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
             kind=self.kind, source_rstd=self.source_rstd, stats=self.stats,
             partial=partial, partial_stats=self._partial_stats(push, partial),
             out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
             out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=run.grads, grad_slot=k + run.first_grad,
-            pull_rows=grads.near, pull_slots=[row + run.first_grad for row in grads.near],
+            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
+            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
             pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
             dquery=self.dquery, dbias=self.dbias, dout_norm_weight=grads.dnorm_weight,
             dout_norm_bias=grads.dnorm_bias,

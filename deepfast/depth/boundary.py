@@ -184,7 +184,7 @@ class _Boundary(torch.autograd.Function):
             x_rows, out_rows = (None if y is None else y.view(branch_rows.shape) for y in results)
             results = x_rows, out_rows
         pushed = None if recomputed else branch_rows, residual_rows
-        run.weights.forward(push, norm, pushed, results)
+        run.forward_row(push, norm, pushed, results)
         if not recomputed and k < run.lowest:
             if True in ctx.needs_input_grad:
                 run.lowest = k
@@ -229,7 +229,7 @@ class _Boundary(torch.autograd.Function):
         dresidual = states.new_empty(ctx.shape) if need_residual and not shared else None
         dnorm: Any = None, None
         if dout is not None and push.norm is None:
-            dnorm = run.weights.row_norm_grads[k] or dnorm
+            dnorm = run.row_norm_grads[k] or dnorm
         elif dout is not None:
             dtype = norm.rstd.dtype
             dnorm = [states.new_empty(shape[1], dtype=dtype) if n else None for n in need_norm]
@@ -334,7 +334,7 @@ def recompute_row(
     """
     run.check_readable(k)
     like = run.states[k]
-    if run.weights.row_norms[k] is not None:
+    if run.row_norms[k] is not None:
         want_x = False
     elif out_norm is not None:
         weight, bias = (common.parameter(p, like.dtype) for p in out_norm[:2])
@@ -342,7 +342,7 @@ def recompute_row(
     norm = run.row_norm(k, out_norm)
     x = like.new_empty(like.shape) if want_x else None
     out = None if norm.rstd is None else like.new_empty(like.shape)
-    run.weights.forward(Push(run, k), norm, (None, None), (x, out))
+    run.forward_row(Push(run, k), norm, (None, None), (x, out))
     return x, out
 
 

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.depth.boundary import DepthHistory, Parameters, boundary, nearest_passes
-from deepfast.depth.depth_pass import DepthPass, DepthWeights, OutNorm, Push
+from deepfast.depth.depth_pass import DepthPass, OutNorm, Push, Start
 from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
 from deepfast.ops import common
 
-PassWeights = tuple[DepthWeights, tuple[Tensor | None, ...]]
-"""How the rows of a pass weigh the states, and the parameters that `DepthWeights.take_grads` gives
-the gradients of."""
+NewPass = tuple[DepthPass, tuple[Tensor | None, ...]]
+"""A pass, and the parameters that `DepthPass.take_grads` gives the gradients of."""
 
 
 class Call(NamedTuple):
@@ -37,8 +36,8 @@ class Call(NamedTuple):
 class DepthConnection(nn.Module):
     """Every layer reads a weighted sum of the states of all layers below it.
 
-    What `DLCL` and `AttentionResiduals` share. They have the parameters, and say how a row weighs
-    the states (`_pass_weights`).
+    What `DLCL` and `AttentionResiduals` share. They have the parameters, and a kind of pass that
+    weighs the states with them (`_new_pass`).
 
     Args:
         num_layers: L.
@@ -58,8 +57,7 @@ class DepthConnection(nn.Module):
     begins = 0
     """A row that begins a block."""
     # Each kind of connection has its own.
-    _pass_weights: Callable[[Tensor, bool], PassWeights]
-    """Those of a pass, from its first push and whether it learns."""
+    _new_pass: Callable[[Start], NewPass]
     traced_weights: Callable[[], Tensor]
     """Inside torch.compile: what the rows of one pass share."""
     traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
@@ -97,7 +95,11 @@ class DepthConnection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        p = next(self.parameters(), None)
+        if p is None:
+            # Raises, with the name of a parameter that is missing.
+            p = self.traced_weights()
+        return p.device
 
     def has_norm(self, k: int) -> bool:
         """Whether state k, or in post-norm row k, has a layer-norm of this connection; index 0
@@ -188,18 +190,18 @@ class DepthConnection(nn.Module):
 
         begun, sums: what rows begin with in a stage of a pipeline, and its tensors with gradient.
         """
-        learning = torch.is_grad_enabled()
-        weights, parameters = self._pass_weights(y, learning)
-        if self.shards is not None:
-            parameters = self.shards.summed(*parameters)
         block = history.block or default_block(self.rows)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
-        history.owner, history.kind = self, (y.shape, y.dtype, y.device)
-        history.grad_mode, history.task = learning, torch._C._current_graph_task_id()
-        history.state = DepthPass(self, weights, self._schedules[block], history.inplace, begun)
-        if history.state.any_learns:
-            history.token = Parameters.apply(history.state, *parameters, *sums)
+        start = Start(self, y, self._schedules[block], history.inplace, begun)
+        run, parameters = self._new_pass(start)
+        if self.shards is not None:
+            parameters = self.shards.summed(*parameters)
+        history.owner, history.kind, history.state = self, (y.shape, y.dtype, y.device), run
+        history.grad_mode = torch.is_grad_enabled()
+        history.task = torch._C._current_graph_task_id()
+        if run.any_learns:
+            history.token = Parameters.apply(run, *parameters, *sums)
 
 
 def _check_push(connection: DepthConnection, y: Tensor, residual: Tensor | None, call: Call) -> int:

@@ -3,12 +3,11 @@
 A state is one (T, D) tensor in a slot. Where states have norms the slot holds the normalised output
 n_k of layer k, and the kernels compute ``z_k = norm_weight[k] n_k + norm_bias[k]`` when they read
 it. Elsewhere it holds the output itself. The picture in `deepfast.depth` shows what a slot holds
-when. What a kernel computes from the states is behind `DepthWeights`. Nothing here knows autograd;
-its nodes, in `deepfast.depth.boundary`, call the methods of `DepthPass` in order.
+when. Nothing here knows autograd; its nodes, in `deepfast.depth.boundary`, call the methods of
+`DepthPass` in order.
 """
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from deepfast import backend
 from deepfast.depth.outside import Begun, end_stats
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
+from deepfast.dtypes import compute_dtype
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
@@ -82,8 +82,6 @@ class Push(NamedTuple):
 
 
 Pair = tuple[Tensor | None, Tensor | None]
-Stored = tuple[Tensor, int]
-"""Gradients of rows, and an offset: that of row l is at l + offset."""
 
 
 class RowGrads(NamedTuple):
@@ -104,58 +102,32 @@ class RowGrads(NamedTuple):
     dnorm_bias: Tensor | None
 
 
-class DepthWeights:
-    """How the rows of one pass weigh the states, which is all in which the connections differ.
+class Start(NamedTuple):
+    """What a pass begins with."""
 
-    `deepfast.depth.dlcl` and `deepfast.depth.attention_residuals` have a subclass each. Its methods
-    are launches of the kernels; `deepfast.launches` lists their operands.
+    owner: Any
+    """The connection."""
+    y: Tensor
+    """The first push."""
+    schedule: Schedule
+    inplace: bool
+    """Whether gradients overwrite states."""
+    begun: Begun | None
+    """What rows begin with in a stage of a pipeline."""
 
-    Args:
-        launch: the kernels of the backend that `deepfast.backend` chose.
-        like: (L+1, ...), a parameter in the compute dtype, on the device of the pass.
-        learns: whether a parameter needs a gradient.
-    """
+    def copies(self, *parameters: Tensor | None) -> list[Any]:
+        """Copies in the compute dtype: a parameter changed before backward must not change this
+        pass."""
+        dtype = compute_dtype(self.y.dtype)
+        return [
+            None if p is None else p.detach().to(dtype, copy=True).contiguous() for p in parameters
+        ]
 
-    stats: Tensor | None = None
-    """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and
-    <g, x>."""
-
-    def __init__(self, launch: SimpleNamespace, like: Tensor, learns: bool):
-        self.launch, self.like, self.learns = launch, like, learns
-        nothing: list[tuple | None] = [None] * like.shape[0]
-        self.row_norms: Sequence[tuple | None] = nothing
-        """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
-        compute dtype."""
-        self.row_norm_grads: Sequence[tuple | None] = nothing
-        """Where the gradients of these weights and biases go, (D,) each."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what grows with the number of tokens, beside states and sums."""
-        return 0
-
-    def release(self) -> None:
-        """Frees what grows with the number of tokens."""
-
-    def open_block(self, block: int) -> Tensor | None:
-        """Called before the sums of a block of rows. With a softmax returns (B, 2, T), for each sum
-        the first two of ``stats``, which are those of no states yet."""
-
-    mix: Callable[["DepthPass", FarPass, Tensor, bool], None]
-    """(run, far, sums, add). Forward: writes the sums of earlier states to ``sums`` (B, T, D), or
-    adds to them."""
-    forward: Callable[[Push, RowNorm, Pair, Pair], None]
-    """(push, norm, (branch, residual), (x, out)). One boundary: stores what is pushed as state k,
-    and computes row k and the norm behind it. Without a branch the state is there."""
-    pull: Callable[["DepthPass", FarPass, Stored, Tensor, bool], None]
-    """(run, far, gradients, sums, add). Backward: writes what later rows give to the gradients of
-    states to ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it."""
-    backward: Callable[[Push, RowNorm, RowGrads], None]
-    """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
-    begin_grads: Callable[[], None]
-    """Called where backward begins: sets the gradients of the parameters to 0."""
-    take_grads: Callable[[], tuple[Tensor | None, ...]]
-    """Returns the gradients of the parameters and keeps none."""
+    def learns(self, *parameters: Tensor | None) -> bool:
+        """Whether one of them needs a gradient."""
+        return torch.is_grad_enabled() and any(
+            p is not None and p.requires_grad for p in parameters
+        )
 
 
 class BlockSums:
@@ -181,27 +153,50 @@ class BlockSums:
 class DepthPass:
     """The buffers and the bookkeeping of one forward pass of a connection, and of its backward.
 
+    Each connection has a subclass beside it, which knows how a row weighs the states and launches
+    the kernels: `mix`, `forward_row`, `pull`, `backward_row`. `deepfast.launches` lists their
+    operands.
+
     Args:
-        owner: the connection.
-        weights: how its rows weigh the states.
-        schedule: which row reads which state when.
-        inplace: whether gradients overwrite states.
-        begun: what rows begin with in a stage of a pipeline.
+        like: (L+1, ...), a copy of a parameter in the compute dtype.
+        learns: whether a parameter needs a gradient.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        weights: DepthWeights,
-        schedule: Schedule,
-        inplace: bool,
-        begun: Begun | None = None,
-    ):
-        self.owner, self.weights, self.schedule = owner, weights, schedule
-        self.inplace, self.begun = inplace, begun
-        self.rows, self.running = schedule.rows, owner.running
+    op: str
+    """The name of its launches in `deepfast.backend`."""
+    stats: Tensor | None = None
+    """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and
+    <g, x>."""
+    mix: Callable[[FarPass, Tensor, bool], None]
+    """(far, sums, add). Forward: writes the sums of earlier states to ``sums`` (B, T, D), or adds
+    to them."""
+    forward_row: Callable[[Push, RowNorm, Pair, Pair], None]
+    """(push, norm, (branch, residual), (x, out)). One boundary: stores what is pushed as state k,
+    and computes row k and the norm behind it. Without a branch the state is there."""
+    pull: Callable[[FarPass, Tensor, int, Tensor, bool], None]
+    """(far, grads, first, sums, add). Backward: writes what later rows give to the gradients of
+    states to ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it. The
+    gradient of row l is grads[l + first]."""
+    backward_row: Callable[[Push, RowNorm, RowGrads], None]
+    """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
+    begin_grads: Callable[[], None]
+    """Called where backward begins: sets the gradients of the parameters to 0."""
+    take_grads: Callable[[], tuple[Tensor | None, ...]]
+    """Returns the gradients of the parameters and keeps none."""
+
+    def __init__(self, start: Start, like: Tensor, learns: bool):
+        self.owner, y, self.schedule, self.inplace, self.begun = start
+        self.like, self.learns = like, learns
+        _, self.launch = backend.choose(self.op, self.owner.backend, y.device, y.dtype, y.shape[-1])
+        nothing: list[tuple | None] = [None] * len(like)
+        self.row_norms: Sequence[tuple | None] = nothing
+        """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
+        compute dtype."""
+        self.row_norm_grads: Sequence[tuple | None] = nothing
+        """Where the gradients of these weights and biases go, (D,) each."""
+        self.rows, self.running = self.schedule.rows, self.owner.running
         # After the last state come rows that other stages go on with.
-        self.later = range(self.rows, len(schedule.reads))
+        self.later = range(self.rows, len(self.schedule.reads))
         self.later_grads: Tensor | None = None
         self.pushed = 0
         self.states: Tensor | None = None
@@ -221,7 +216,7 @@ class DepthPass:
         self._live: set[int] = set()
         self.grads: Tensor | None = None
         # The gradient of row l is stored at l + first_grad. In place that is the slot of z_{l+1}.
-        self.first_grad = int(inplace)
+        self.first_grad = int(self.inplace)
         # What state k + 1, where it contains state k, adds to the gradient of state k.
         self._carried: Tensor | None = None
         # Which states gradients have overwritten, and whether the whole buffer is freed.
@@ -232,13 +227,12 @@ class DepthPass:
     def nbytes(self) -> int:
         """Bytes of the states and partial sums that are alive now."""
         buffers = (self.states, self._ahead.sums, self._pulled.sums)
-        sizes = (b.numel() * b.element_size() for b in buffers if b is not None)
-        return sum(sizes) + self.weights.nbytes
+        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
     @property
     def any_learns(self) -> bool:
         """Whether the pass has gradients that belong to no state."""
-        return self.weights.learns or (self.begun is not None and self.begun.learns)
+        return self.learns or (self.begun is not None and self.begun.learns)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -275,36 +269,38 @@ class DepthPass:
 
     def _mix(self, sums: Tensor, start: int, end: int) -> Tensor | None:
         """Computes P of the rows [start, end) into sums (B, T, D). With a softmax returns what
-        `DepthWeights.open_block` does."""
+        `open_block` does."""
         passes = self.schedule.far_reads(start, end)
-        begins, stats = self._begins(start, end), self.weights.open_block(self.schedule.block)
+        begins, stats = self._begins(start, end), self.open_block(self.schedule.block)
         accumulate = begins or not one_for_all(passes, end - start)
         if begins:
             self.begun.fill(sums, stats, start, end)
         elif accumulate:
             sums[: end - start].zero_()
         for far in passes:
-            self.weights.mix(self, far, sums, accumulate)
+            self.mix(far, sums, accumulate)
         return stats
+
+    def open_block(self, block: int) -> Tensor | None:
+        """Called before the sums of a block of rows. With a softmax returns (B, 2, T), for each sum
+        the first two of ``stats``, which are those of no states yet."""
 
     def row_norm(self, k: int, given: tuple | None) -> RowNorm:
         """The norm behind row k, the connection's own or else ``given``, with its statistics.
 
         given: the fields of an `OutNorm`.
         """
-        norm = self.weights.row_norms[k] or given
+        norm = self.row_norms[k] or given
         if norm is None:
             return NO_NORM
-        (weight, bias, eps, rms), like = norm, self.weights.like
+        (weight, bias, eps, rms), like = norm, self.like
         tokens = self.states.shape[1]
         if self._out_rstd is None:
             self._out_rstd = like.new_empty(self.rows, tokens).unbind(0)
         if self._out_mean is None and not rms:
             self._out_mean = like.new_empty(self.rows, tokens).unbind(0)
-        weight, bias, eps, _ = norm
-        return RowNorm(
-            weight, bias, eps, rms, None if rms else self._out_mean[k], self._out_rstd[k]
-        )
+        mean = None if rms else self._out_mean[k]
+        return RowNorm(weight, bias, eps, rms, mean, self._out_rstd[k])
 
     def seed(self, k: int) -> Tensor:
         """The seed of the dropout before state k.
@@ -313,7 +309,7 @@ class DepthPass:
         boundary is recomputed, it draws again, so that the generator advances as in forward.
         """
         if self._seeds is None or self._seeds_drawn_by == k:
-            seeds = torch.randint(2**62, (self.rows,), device=self.weights.like.device)
+            seeds = torch.randint(2**62, (self.rows,), device=self.like.device)
             if self.owner.shards is not None:
                 self.owner.shards.agree(seeds)
             if self._seeds is None:
@@ -341,7 +337,6 @@ class DepthPass:
         """Frees the states and everything else that grows with the number of tokens."""
         self._ahead.clear()
         self._pulled.clear()
-        self.weights.release()
         self.states = self.grads = self._out_mean = self._out_rstd = self._carried = None
         self.later_grads = None
         self.released = True
@@ -375,7 +370,7 @@ class DepthPass:
             self.later_grads = None
             self._live.clear()
             self.take_parameter_grads()
-            self.weights.begin_grads()
+            self.begin_grads()
 
     def enter_later(
         self, task: int, out: Tensor | None, lse: Tensor | None, g: Tensor, dlse: Tensor | None
@@ -387,14 +382,13 @@ class DepthPass:
         self._enter_task(task, self.rows - 1)
         self.later_grads = g
         if lse is not None:
-            end_stats(self.weights.stats[self.rows :], out, lse, g, dlse)
+            end_stats(self.stats[self.rows :], out, lse, g, dlse)
         if self.begun is not None:
             for row in self.later:
                 self._add_begun(row, g[row - self.rows])
 
     def _add_begun(self, row: int, g: Tensor) -> None:
-        stats = self.weights.stats
-        self.begun.add_grad(row, g, None if stats is None else stats[row])
+        self.begun.add_grad(row, g, None if self.stats is None else self.stats[row])
 
     def enter(self, k: int, task: int) -> None:
         """Called when backward reaches boundary k in the graph task ``task``."""
@@ -424,9 +418,9 @@ class DepthPass:
             if accumulate:
                 sums[: stop - start].zero_()
             for far in passes:
-                self.weights.pull(self, far, (self.grads, self.first_grad), sums, accumulate)
+                self.pull(far, self.grads, self.first_grad, sums, accumulate)
             for far in passes_of_later:
-                self.weights.pull(self, far, (self.later_grads, -self.rows), sums, accumulate)
+                self.pull(far, self.later_grads, -self.rows, sums, accumulate)
             pulled.start = start
         return pulled.of[k - start]
 
@@ -447,7 +441,7 @@ class DepthPass:
             written = self._carried = torch.empty_like(self.states[k])
         near = self.schedule.near_readers(k, self._live)
         grads = RowGrads(*given, near, far, dbranch, written, *dnorm)
-        self.weights.backward(push, norm, grads)
+        self.backward_row(push, norm, grads)
         if self.running[k] and dresidual is not None:
             dresidual.copy_(written)
         self._leave(k)
@@ -470,4 +464,4 @@ class DepthPass:
         """Returns the gradients of the connection's parameters, and of what rows begin with, and
         keeps none."""
         begun = (None, None) if self.begun is None else self.begun.take_grads()
-        return *self.weights.take_grads(), *begun
+        return *self.take_grads(), *begun

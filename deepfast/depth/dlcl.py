@@ -2,19 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deepfast import backend as backends
 from deepfast import checks, ops
-from deepfast.depth.connection import DepthConnection, PassWeights
-from deepfast.depth.depth_pass import DepthPass, DepthWeights, Pair, Push, RowGrads, RowNorm, Stored
+from deepfast.depth.connection import DepthConnection, NewPass
+from deepfast.depth.depth_pass import DepthPass, Pair, Push, RowGrads, RowNorm, Start
 from deepfast.depth.initial import part
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
-from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 
 
@@ -172,46 +168,9 @@ class DLCL(DepthConnection):
             self._masks[device] = mask
         return mask
 
-    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
-        return self._pass_of(self.effective_weight(), self.norms(), y, learning, self)
-
-    def _pass_of(
-        self,
-        weight: Tensor,
-        norms: tuple[Tensor | None, Tensor | None],
-        y: Tensor,
-        learning: bool,
-        connection: DepthConnection,
-    ) -> PassWeights:
-        """A pass of ``connection`` with this W, and these weights and biases of norms."""
-        dtype = compute_dtype(y.dtype)
-        # Copies: a parameter changed before backward must not change this pass.
-        copy, norm_weight, norm_bias = (
-            None if p is None else p.detach().to(dtype, copy=True).contiguous()
-            for p in (weight, *norms)
-        )
-        has = [connection.has_norm(k) for k in range(connection.rows)]
-        if norm_weight is not None:
-            # Kernels apply weight and bias to every state. Assigning a number may copy it from the
-            # host, so it is assigned once.
-            plain = has.index(True) if True in has else 0
-            norm_weight[:plain].fill_(1.0)
-            if norm_bias is not None:
-                norm_bias[:plain].zero_()
-        own = Norms(
-            norm_weight,
-            norm_bias,
-            has,
-            before=self.norm == "pre",
-            eps=self.eps,
-            rms=self.norm_kind == "rms",
-            learns=learning and any(p is not None and p.requires_grad for p in norms),
-        )
-        _, launch = backends.choose("boundary", self.backend, y.device, y.dtype, y.shape[-1])
-        weights = ConstantWeights(
-            launch, copy, learning and weight.requires_grad, own, y.numel() // self.dim
-        )
-        return weights, (weight, *norms)
+    def _new_pass(self, start: Start) -> NewPass:
+        parameters = self.effective_weight(), *self.norms()
+        return ConstantPass(start, *parameters), parameters
 
     def traced_weights(self) -> Tensor:
         return self.effective_weight()
@@ -228,107 +187,101 @@ class DLCL(DepthConnection):
         )
 
 
-class Norms(NamedTuple):
-    """The norms of a connection's own in one pass."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    """(L+1, D), compute dtype; None where there are none."""
-    has: Sequence[bool]
-    """Whether state k (pre-norm) or row k (post-norm) has a norm."""
-    before: bool
-    """Whether states have them, and not rows."""
-    eps: float
-    rms: bool
-    learns: bool
-    """Whether a weight or a bias needs a gradient."""
-
-    def each(self, weight: Tensor, bias: Tensor | None) -> list[tuple | None]:
-        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
-        biases = [None] * len(weight) if bias is None else bias.unbind(0)
-        each = zip(self.has, weight.unbind(0), biases, strict=False)
-        return [(weight, bias) if has else None for has, weight, bias in each]
-
-
-class ConstantWeights(DepthWeights):
+class ConstantPass(DepthPass):
     """``x_{l+1} = sum_k W[l,k] z_k``, the same weights for all tokens.
 
     Args:
-        launch: the launches of the op "boundary".
-        weight: W (L+1, L+1) or (L+1, L+1, D), compute dtype, zero outside the pattern.
-        learns: whether W needs a gradient.
-        norms: the connection's own.
-        tokens: T.
+        weight: W (L+1, L+1) or (L+1, L+1, D), zero outside the pattern.
+        norm_weight, norm_bias: (L+1, D), of the norms that the connection gives to states
+            (pre-norm) or to rows (post-norm), or None.
     """
 
+    op = "boundary"
+
     def __init__(
-        self, launch: SimpleNamespace, weight: Tensor, learns: bool, norms: Norms, tokens: int
+        self, start: Start, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
     ):
-        super().__init__(launch, weight, learns or norms.learns)
-        self.weight, self.weight_learns, self.norms = weight, learns, norms
+        self.weight_learns = start.learns(weight)
+        self.norms_learn = start.learns(norm_weight, norm_bias)
+        self.weight, *self.norms = start.copies(weight, norm_weight, norm_bias)
+        super().__init__(start, self.weight, self.weight_learns or self.norms_learn)
+        owner, rows = self.owner, len(weight)
+        self.eps, self.rms, self.pre = owner.eps, owner.norm_kind == "rms", owner.norm == "pre"
+        self.has_norm = [owner.has_norm(k) for k in range(owner.rows)]
         self.dweight: Tensor | None = None
-        self.dnorm_weight: Tensor | None = None
-        self.dnorm_bias: Tensor | None = None
+        self.dnorms: list[Tensor | None] = [None, None]
         # As the kernels read them for states.
-        rows = len(weight)
         self.norm_source: Sequence[bool] = (False,) * rows
         self.norm_weight: Tensor | None = None
         self.norm_bias: Tensor | None = None
         self.source_rstd: Sequence[Tensor | None] = (None,) * rows
         self.source_grads: Sequence[tuple | None] = (None,) * rows
-        if norms.weight is None:
+        if norm_weight is None:
             return
-        if norms.before:
-            self.norm_source, self.norm_weight, self.norm_bias = norms.has, *norms[:2]
-            self.source_rstd = weight.new_empty(len(norms.has), tokens).unbind(0)
+        # Kernels apply weight and bias to every state. Assigning a number may copy it from the
+        # host, so it is assigned once.
+        plain = self.has_norm.index(True) if True in self.has_norm else 0
+        for p, neutral in zip(self.norms, (1.0, 0.0), strict=True):
+            if p is not None:
+                p[:plain].fill_(neutral)
+        if self.pre:
+            self.norm_source, (self.norm_weight, self.norm_bias) = self.has_norm, self.norms
+            tokens = start.y.numel() // owner.dim
+            self.source_rstd = self.weight.new_empty(owner.rows, tokens).unbind(0)
         else:
-            own = norms.each(norms.weight, norms.bias)
-            self.row_norms = [pair and (*pair, norms.eps, norms.rms) for pair in own]
+            pairs = self._each(self.norms)
+            self.row_norms = [pair and (*pair, self.eps, self.rms) for pair in pairs]
+
+    def _each(self, norms: Sequence[Tensor | None]) -> list[tuple | None]:
+        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
+        weight, bias = norms
+        biases = [None] * len(weight) if bias is None else bias.unbind(0)
+        each = zip(self.has_norm, weight.unbind(0), biases, strict=False)
+        return [(weight, bias) if has else None for has, weight, bias in each]
 
     def release(self) -> None:
+        super().release()
         self.source_rstd = (None,) * len(self.weight)
 
-    def mix(self, run: DepthPass, far: FarPass, sums: Tensor, add: bool) -> None:
+    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
         self.launch.mix_rows(
-            states=run.states, sources=far.sources, weight=self.weight, rows=far.targets,
+            states=self.states, sources=far.sources, weight=self.weight, rows=far.targets,
             norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums, out_rows=far.entries,
             accumulate=add,
         )  # fmt: skip
 
-    def forward(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out) = pushed, results
-        run, k = push.run, push.k
+    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
+        (branch, residual), (x, out), k = pushed, results, push.k
         self.launch.boundary_forward(
             branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=run.states, k=k, near=run.schedule.near[k], weight=self.weight,
+            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
             norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_eps=self.norms.eps, source_rms=self.norms.rms, source_rstd=self.source_rstd[k],
-            partial=run.partial(k), x=x,
+            source_eps=self.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
+            partial=self.partial(k), x=x,
             out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
             out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
         )  # fmt: skip
 
-    def pull(self, run: DepthPass, far: FarPass, given: Stored, sums: Tensor, add: bool) -> None:
-        grads, first = given
+    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
         self.launch.pull_rows(
             grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
-            states=run.states, sources=far.targets, weight=self.weight,
+            states=self.states, sources=far.targets, weight=self.weight,
             norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
             out_rows=far.entries, accumulate=add, dweight=self.dweight,
         )  # fmt: skip
 
-    def backward(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        run, k = push.run, push.k
+    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
+        k = push.k
         dnorm_weight, dnorm_bias = self.source_grads[k] or (None, None)
         self.launch.boundary_backward(
-            states=run.states, k=k, near=run.schedule.near[k], weight=self.weight,
+            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
             norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_rms=self.norms.rms, source_rstd=self.source_rstd[k],
-            partial=None if grads.dout is None else run.partial(k),
+            source_rms=self.rms, source_rstd=self.source_rstd[k],
+            partial=None if grads.dout is None else self.partial(k),
             out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
             out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=run.grads, grad_slot=k + run.first_grad,
-            pull_rows=grads.near, pull_slots=[row + run.first_grad for row in grads.near],
+            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
+            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
             pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
             dweight=self.dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
             dout_norm_weight=grads.dnorm_weight, dout_norm_bias=grads.dnorm_bias,
@@ -337,20 +290,17 @@ class ConstantWeights(DepthWeights):
     def begin_grads(self) -> None:
         if self.weight_learns:
             self.dweight = torch.zeros_like(self.weight)
-        if not self.norms.learns:
+        if not self.norms_learn:
             return
-        self.dnorm_weight = torch.zeros_like(self.norms.weight)
-        if self.norms.bias is not None:
-            self.dnorm_bias = torch.zeros_like(self.norms.bias)
-        grads = self.norms.each(self.dnorm_weight, self.dnorm_bias)
-        if self.norms.before:
-            self.source_grads = grads
+        self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
+        if self.pre:
+            self.source_grads = self._each(self.dnorms)
         else:
-            self.row_norm_grads = grads
+            self.row_norm_grads = self._each(self.dnorms)
 
     def take_grads(self) -> tuple[Tensor | None, ...]:
-        grads = self.dweight, self.dnorm_weight, self.dnorm_bias
-        self.dweight = self.dnorm_weight = self.dnorm_bias = None
+        grads = self.dweight, *self.dnorms
+        self.dweight, self.dnorms = None, [None, None]
         self.source_grads = self.row_norm_grads = (None,) * len(self.weight)
         return grads
 

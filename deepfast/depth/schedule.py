@@ -1,4 +1,16 @@
-"""Which states each row reads, and in which pass over the states."""
+"""Which states each row reads, and in which pass over the states.
+
+For the stack in the picture of `deepfast.depth`, with 12 rows in blocks of 4, ``Schedule`` says::
+
+    blocks[5]                (4, 8)         row 5 is in the block of rows 4 to 7
+    near[5]                  [4, 5]         forward: of its own block row 5 reads z4 and z5
+    far_reads(4, 8)          one FarPass    forward: sources z0 .. z3, for the targets P_4 .. P_7
+    near_readers(5, ..)      [5, 6, 7]      backward: of its block's rows these read z5
+    far_readers(4, 8, rows)  one FarPass    backward: sources g8 .. g11, for the targets Q_4 .. Q_7
+
+With a window, a dilation or a period the targets of a block read different sources. Those that read
+the same ones share a FarPass, so there may be several.
+"""
 
 import functools
 from collections import defaultdict

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepfast.depth.attention_residuals import AttentionResiduals
+from deepfast.depth.attention_residuals import AttentionPass, AttentionResiduals
 from deepfast.depth.boundary import DepthHistory, later_rows
-from deepfast.depth.connection import Call, DepthConnection, PassWeights
-from deepfast.depth.depth_pass import OutNorm
-from deepfast.depth.dlcl import DLCL
+from deepfast.depth.connection import Call, DepthConnection, NewPass
+from deepfast.depth.depth_pass import OutNorm, Start
+from deepfast.depth.dlcl import DLCL, ConstantPass
 from deepfast.depth.outside import Begun
 from deepfast.parallel.edges import Edge
 
@@ -184,7 +184,7 @@ class StageDepth(DepthConnection):
             return *(z for k, z in passed if k in self.above.carried), *sums.unbind(0)
         return tuple(t for t in (x, sums, lse) if t is not None)
 
-    def _pass_weights(self, y: Tensor, learning: bool) -> PassWeights:
+    def _new_pass(self, start: Start) -> NewPass:
         rows, columns, mask, alone = self._weight_constants()
         whole = self.whole
         if not isinstance(whole, DLCL):
@@ -193,7 +193,7 @@ class StageDepth(DepthConnection):
             own = whole.own_bias()
             if own is not None:
                 bias = own.index_select(0, rows).index_select(1, columns) * mask + alone
-            return whole._pass_of(query, bias, y, learning)
+            return AttentionPass(start, query, bias, whole.weights), (query, bias)
         weight = whole.effective_weight().index_select(0, rows).index_select(1, columns)
         wide = (..., *(None,) * (weight.dim() - 2))
         weight = weight * mask[wide] + alone[wide]
@@ -201,7 +201,8 @@ class StageDepth(DepthConnection):
         norm_weight, norm_bias = (
             None if p is None else p.index_select(0, index) for p in whole.norms()
         )
-        return whole._pass_of(weight, (norm_weight, norm_bias), y, learning, self)
+        parameters = weight, norm_weight, norm_bias
+        return ConstantPass(start, *parameters), parameters
 
     def _weight_constants(self) -> tuple[Tensor, ...]:
         """The numbers of all rows and of as many states, 0 where they are not in the whole; the

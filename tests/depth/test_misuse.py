@@ -181,8 +181,11 @@ PARAMETERS = {
     "norm_weight of a query": ("attnres", {"norm_weight": True}, (4, 8)),
     "bias": ("relu", {}, (4, 4)),
 }
-MISSING = {"weight": "weight", "norm_weight": "norm_weight", "norm_weight of a query": "query"}
-"""What is then replaced by None."""
+MISSING = {
+    "weight": "weight", "norm_weight": "norm_weight", "norm_weight of a query": "query",
+    "query": "query",
+}  # fmt: skip
+"""What is then replaced by None. A query alone is all that a connection has."""
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

@@ -57,9 +57,9 @@ def run(layers, block, **options):
     dlcl, history = DLCL(layers, 2, **options), DepthHistory(block=block)
     y = torch.randn(1, 2, requires_grad=True)
     x = dlcl(y, history)
-    reads = Reads(history.state.weights.launch)
+    reads = Reads(history.state.launch)
     reads.pairs.add((0, 0))
-    history.state.weights.launch = reads.wrap()
+    history.state.launch = reads.wrap()
     for _ in range(layers):
         x = dlcl(torch.tanh(x), history)
     x.sum().backward()
