@@ -286,43 +286,6 @@ def boundary(
     return x, out
 
 
-@common.traced_as("later_rows")
-class _LaterRows(torch.autograd.Function):
-    """Its backward runs before that of the boundaries, and gives them the rows' gradients."""
-
-    @staticmethod
-    def forward(ctx, run, _token):
-        ctx.run = run
-        out, lse = run.later_rows()
-        if lse is not None:
-            ctx.save_for_backward(out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @common.first_order("depth connection")
-    def backward(ctx, g, dlse):
-        out, lse = ctx.saved_tensors or (None, None)
-        if g is None and dlse is not None:
-            g = torch.zeros_like(out)
-        if g is not None:
-            task = torch._C._current_graph_task_id()
-            ctx.run.enter_later(task, out, lse, g.contiguous(), dlse)
-        return None, None
-
-
-def later_rows(history: DepthHistory) -> tuple[Tensor, Tensor | None]:
-    """Ends a pass that has rows after its last state: their sums (R, T, D) and lse (R, T).
-
-    Other stages of a pipeline go on with these rows. The gradient of a sum is its row's g_l.
-    """
-    run = history.state
-    out, lse = _LaterRows.apply(run, history.token)
-    history.close()
-    run.end_forward(history.grad_mode)
-    return out, lse
-
-
 @torch.no_grad()
 def recompute_row(
     run: DepthPass, k: int, out_norm: OutNorm | None, want_x: bool = True

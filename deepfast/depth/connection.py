@@ -19,6 +19,18 @@ NewPass = tuple[DepthPass, tuple[Tensor | None, ...]]
 """A pass, and the parameters that `DepthPass.take_grads` gives the gradients of."""
 
 
+def part(parameter: Tensor, index) -> Tensor:
+    """``parameter[index]`` as a view to initialise. It has the attributes of the parameter.
+
+    Initial values are set by the functions of torch.nn.init alone. Libraries that load weights
+    replace these functions, so that a parameter which has been loaded keeps its values.
+    transformers marks such a parameter with an attribute.
+    """
+    view = parameter.detach()[index]
+    view.__dict__.update(parameter.__dict__)
+    return view
+
+
 class Call(NamedTuple):
     """The arguments of one call of a connection, see `DepthConnection.forward`."""
 

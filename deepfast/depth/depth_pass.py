@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepfast import backend
-from deepfast.depth.outside import Begun, end_stats
+from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
 from deepfast.dtypes import compute_dtype
 
@@ -195,7 +195,7 @@ class DepthPass:
         self.row_norm_grads: Sequence[tuple | None] = nothing
         """Where the gradients of these weights and biases go, (D,) each."""
         self.rows, self.running = self.schedule.rows, self.owner.running
-        # After the last state come rows that other stages go on with.
+        # After the last state come rows that other stages go on with, see outside.py.
         self.later = range(self.rows, len(self.schedule.reads))
         self.later_grads: Tensor | None = None
         self.pushed = 0
@@ -206,7 +206,7 @@ class DepthPass:
         self._seeds: tuple[Tensor, ...] | None = None
         self._seeds_drawn_by = -1
         # P of the rows of one block, and Q of the states of one.
-        self._ahead, self._pulled = BlockSums(), BlockSums()
+        self.ahead, self._pulled = BlockSums(), BlockSums()
         # The lowest boundary with an autograd node. Backward reaches it last.
         self.lowest = self.rows
         # Whether checkpointing may read a state below that one.
@@ -226,7 +226,7 @@ class DepthPass:
     @property
     def nbytes(self) -> int:
         """Bytes of the states and partial sums that are alive now."""
-        buffers = (self.states, self._ahead.sums, self._pulled.sums)
+        buffers = (self.states, self.ahead.sums, self._pulled.sums)
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
     @property
@@ -256,18 +256,18 @@ class DepthPass:
 
         The first call for a block computes the partial sums of all its rows.
         """
-        (start, end), ahead = self.schedule.blocks[row], self._ahead
+        (start, end), ahead = self.schedule.blocks[row], self.ahead
         if ahead.start != start:
             if not self.schedule.far_reads(start, end) and not self._begins(start, end):
                 return None
-            self._mix(ahead.open(self.schedule.block, self.states[0]), start, end)
+            self.mix_block(ahead.open(self.schedule.block, self.states[0]), start, end)
             ahead.start = start
         return ahead.of[row - start]
 
     def _begins(self, start: int, end: int) -> bool:
         return self.begun is not None and self.begun.any(start, end)
 
-    def _mix(self, sums: Tensor, start: int, end: int) -> Tensor | None:
+    def mix_block(self, sums: Tensor, start: int, end: int) -> Tensor | None:
         """Computes P of the rows [start, end) into sums (B, T, D). With a softmax returns what
         `open_block` does."""
         passes = self.schedule.far_reads(start, end)
@@ -316,26 +316,15 @@ class DepthPass:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
 
-    def later_rows(self) -> tuple[Tensor, Tensor | None]:
-        """The rows after the last state, (R, T, D), and their lse (R, T)."""
-        self._ahead.clear()
-        out, lse = self.states.new_empty(len(self.later), *self.states.shape[1:]), []
-        for start in self.later[:: self.schedule.block]:
-            end = min(start + self.schedule.block, self.later.stop)
-            stats = self._mix(out[start - self.rows : end - self.rows], start, end)
-            if stats is not None:
-                lse.append(stats[: end - start, 0] + stats[: end - start, 1].log())
-        return out, torch.cat(lse) if lse else None
-
     def end_forward(self, learning: bool) -> None:
         """Called after the last push. Where nothing learns no state is read again."""
-        self._ahead.clear()
+        self.ahead.clear()
         if not learning or self.lowest == self.rows:
             self.release()
 
     def release(self) -> None:
         """Frees the states and everything else that grows with the number of tokens."""
-        self._ahead.clear()
+        self.ahead.clear()
         self._pulled.clear()
         self.states = self.grads = self._out_mean = self._out_rstd = self._carried = None
         self.later_grads = None
@@ -357,7 +346,7 @@ class DepthPass:
         if self.released or any(self._overwritten[: k + 1]):
             raise RuntimeError(OVERWRITTEN)
 
-    def _enter_task(self, task: int, k: int) -> None:
+    def enter_task(self, task: int, k: int) -> None:
         """Called where backward begins or goes on at state k."""
         self.check_task(task)
         new = task != self.task
@@ -372,27 +361,13 @@ class DepthPass:
             self.take_parameter_grads()
             self.begin_grads()
 
-    def enter_later(
-        self, task: int, out: Tensor | None, lse: Tensor | None, g: Tensor, dlse: Tensor | None
-    ) -> None:
-        """Called when backward reaches the rows after the last state, with their gradients.
-
-        g, dlse: shaped like the results of `later_rows`; backward reads g until it ends.
-        """
-        self._enter_task(task, self.rows - 1)
-        self.later_grads = g
-        if lse is not None:
-            end_stats(self.stats[self.rows :], out, lse, g, dlse)
-        if self.begun is not None:
-            for row in self.later:
-                self._add_begun(row, g[row - self.rows])
-
-    def _add_begun(self, row: int, g: Tensor) -> None:
+    def add_begun(self, row: int, g: Tensor) -> None:
+        """The row's part of the gradient of what it begins with."""
         self.begun.add_grad(row, g, None if self.stats is None else self.stats[row])
 
     def enter(self, k: int, task: int) -> None:
         """Called when backward reaches boundary k in the graph task ``task``."""
-        self._enter_task(task, k)
+        self.enter_task(task, k)
         if self.grads is None:
             self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
 
@@ -450,12 +425,12 @@ class DepthPass:
         """Boundary k has stored g_k, in place over state k + 1."""
         self._live.add(k)
         if self.begun is not None:
-            self._add_begun(k, self.grads[k + self.first_grad])
+            self.add_begun(k, self.grads[k + self.first_grad])
         if self.inplace:
             # This boundary was the last to read state k: its slot is free for g_{k-1}.
             self._overwritten[k] = self._overwritten[k + 1] = True
         if k == self.lowest and not self.needed_below:
-            self._ahead.clear()
+            self.ahead.clear()
             self._pulled.clear()
             if self.inplace:
                 self.release()

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.connection import DepthConnection, NewPass
+from deepfast.depth.connection import DepthConnection, NewPass, part
 from deepfast.depth.depth_pass import DepthPass, Pair, Push, RowGrads, RowNorm, Start
-from deepfast.depth.initial import part
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
 

@@ -2,13 +2,15 @@
 
 A stage of a pipeline has the states of its own layers. The sum of a row over the states below them
 comes from the stage before (`Begun`). What its own states add to the rows of later stages are rows
-after its last state, see `deepfast.depth.boundary.later_rows`.
+after its last state (`later_rows`).
 """
 
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from deepfast.ops import common
 
 
 @dataclass(eq=False)
@@ -90,11 +92,59 @@ class Begun:
         return grads
 
 
-def end_stats(stats: Tensor, mean: Tensor, lse: Tensor, g: Tensor, dlse: Tensor | None) -> None:
-    """Sets ``stats`` (R, 3, T) of the rows after the last state, of which ``mean`` (R, T, D) and
-    ``lse`` (R, T) have left the pass, from their gradients g and dlse."""
-    stats[:, 0], stats[:, 1] = lse, 1
-    for i, (x, dx) in enumerate(zip(mean, g, strict=True)):
-        stats[i, 2] = (x.to(lse.dtype) * dx).sum(-1)
-    if dlse is not None:
-        stats[:, 2] -= dlse
+@common.traced_as("later_rows")
+class _LaterRows(torch.autograd.Function):
+    """Its backward runs before that of the boundaries, and gives them the rows' gradients."""
+
+    @staticmethod
+    def forward(ctx, run, _token):
+        ctx.run = run
+        run.ahead.clear()
+        out, lse = run.states.new_empty(len(run.later), *run.states.shape[1:]), []
+        for start in run.later[:: run.schedule.block]:
+            end = min(start + run.schedule.block, run.later.stop)
+            stats = run.mix_block(out[start - run.rows : end - run.rows], start, end)
+            if stats is not None:
+                lse.append(stats[: end - start, 0] + stats[: end - start, 1].log())
+        ctx.set_materialize_grads(False)
+        if not lse:
+            return out, None
+        lse = torch.cat(lse)
+        ctx.save_for_backward(out, lse)
+        return out, lse
+
+    @staticmethod
+    @common.first_order("depth connection")
+    def backward(ctx, g, dlse):
+        run = ctx.run
+        out, lse = ctx.saved_tensors or (None, None)
+        if g is None and dlse is None:
+            return None, None
+        g = torch.zeros_like(out) if g is None else g.contiguous()
+        run.enter_task(torch._C._current_graph_task_id(), run.rows - 1)
+        run.later_grads = g
+        if lse is not None:
+            stats = run.stats[run.rows :]
+            stats[:, 0], stats[:, 1] = lse, 1
+            for i, (x, dx) in enumerate(zip(out, g, strict=True)):
+                stats[i, 2] = (x.to(lse.dtype) * dx).sum(-1)
+            if dlse is not None:
+                stats[:, 2] -= dlse
+        if run.begun is not None:
+            for row in run.later:
+                run.add_begun(row, g[row - run.rows])
+        return None, None
+
+
+def later_rows(history) -> tuple[Tensor, Tensor | None]:
+    """Ends a pass that has rows after its last state: their sums (R, T, D) and lse (R, T).
+
+    Other stages of a pipeline go on with these rows. The gradient of a sum is its row's g_l.
+
+    history: the pass's `deepfast.depth.DepthHistory`.
+    """
+    run = history.state
+    out, lse = _LaterRows.apply(run, history.token)
+    history.close()
+    run.end_forward(history.grad_mode)
+    return out, lse

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepfast import backend as backends
 from deepfast import checks, ops
-from deepfast.depth.initial import part
+from deepfast.depth.connection import part
 from deepfast.nn.cache import KeyValueCache
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing

@@ -5,11 +5,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from deepfast.depth.attention_residuals import AttentionPass, AttentionResiduals
-from deepfast.depth.boundary import DepthHistory, later_rows
+from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import Call, DepthConnection, NewPass
 from deepfast.depth.depth_pass import OutNorm, Start
 from deepfast.depth.dlcl import DLCL, ConstantPass
-from deepfast.depth.outside import Begun
+from deepfast.depth.outside import Begun, later_rows
 from deepfast.parallel.edges import Edge
 
 Numbers = list[int | None]

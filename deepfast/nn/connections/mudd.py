@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.connection import check_state
-from deepfast.depth.initial import part
+from deepfast.depth.connection import check_state, part
 from deepfast.dtypes import compute_dtype
 from deepfast.memory.policies import RERUN
 from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
