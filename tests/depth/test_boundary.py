@@ -128,22 +128,6 @@ def test_gradients_of_two_leaves_share_no_memory(kernel_backend):
     assert torch.equal(r.grad, torch.full((4, 6), 2.0))
 
 
-def test_dropout_mask_agrees_with_the_reference(exact_backend):
-    dlcl = DLCL(1, 70, norm=None, backend=exact_backend)
-    y = torch.ones(90, 70, dtype=torch.float64, requires_grad=True)
-    x = dlcl(y, DepthHistory(), dropout_p=0.3, seed=77)
-    mask = dropout_mask(77, 90, 70, 0.3)
-    assert torch.equal(x, mask)
-    x.sum().backward()
-    assert torch.equal(y.grad, mask)
-
-
-def test_dropout_only_in_training(kernel_backend):
-    dlcl = DLCL(1, 70, norm=None, backend=kernel_backend).eval()
-    y = torch.randn(9, 70)
-    assert torch.equal(dlcl(y, DepthHistory(), dropout_p=0.5), y)
-
-
 def test_input_may_be_changed_in_place_after_the_push(kernel_backend):
     """States are copies, so the caller may overwrite what it pushed."""
     dlcl = DLCL(2, 6, norm=None, backend=kernel_backend)

@@ -1,11 +1,9 @@
 """Under checkpointing a push is recomputed from the states of its own pass, or refused."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from deepfast.nn import DLCL, DepthHistory
 from tests.depth.stack import CONNECTIONS, EACH, MODES, Plain, Stack, assert_equal, history, leaf
@@ -243,18 +241,6 @@ def test_a_second_backward(name, inplace, push, before):
         assert_right(torch.autograd.grad(loss, leaves), want)
 
 
-@PUSH
-@MODES
-@pytest.mark.parametrize("group", [1, 4])
-def test_checkpointing_without_early_stop(inplace, push, group):
-    net, y = Net(push, inplace=inplace, group=group), embedding()
-    leaves = [y, *net.parameters()]
-    want = torch.autograd.grad(net.in_plain(y)[-1].square().sum(), leaves)
-    with set_checkpoint_early_stop(False):
-        loss = net(y)[-1].square().sum()
-    assert_right(torch.autograd.grad(loss, leaves), want)
-
-
 @EACH
 @MODES
 @PUSH
@@ -299,26 +285,6 @@ def test_a_recomputation_that_would_push_a_new_state():
     with pytest.raises(RuntimeError, match=ANOTHER):
         out.sum().backward()
     assert len(net.history) == LAYERS - 1
-
-
-@MODES
-@PUSH
-def test_passes_in_threads(inplace, push):
-    net, ys = Net(push, inplace=inplace), [embedding() for _ in range(4)]
-    leaves, got = list(net.parameters()), [None] * len(ys)
-    want = [torch.autograd.grad(net.in_plain(y)[-1].square().sum(), [y, *leaves]) for y in ys]
-
-    def work(i):
-        for _ in range(3):
-            got[i] = torch.autograd.grad(net(ys[i])[-1].square().sum(), [ys[i], *leaves])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(ys))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for a, b in zip(got, want, strict=True):
-        assert_right(a, b)
 
 
 def test_checkpointing_keeps_one_state_per_layer(meter):

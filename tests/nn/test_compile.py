@@ -45,17 +45,17 @@ def compare(parameters, got, want, *inputs):
 
 
 class Stack(torch.nn.Module):
-    """Layers without parameters around a `DLCL`, which a compiler sees as registered ops."""
+    """Layers without parameters around a connection, which a compiler sees as registered ops."""
 
-    def __init__(self, layers=3, **options):
+    def __init__(self, layers=3, kind=DLCL, **options):
         super().__init__()
-        self.dlcl = shaken(DLCL(layers, DIM, **options))
+        self.depth = shaken(kind(layers, DIM, **options))
 
     def forward(self, x, dropout_p=0.3):
         history = DepthHistory()
-        x = self.dlcl(x, history)
-        for k in range(self.dlcl.num_layers):
-            x = self.dlcl(torch.tanh(x), history, residual=x, dropout_p=dropout_p, seed=9 + k)
+        x = self.depth(x, history)
+        for k in range(self.depth.num_layers):
+            x = self.depth(torch.tanh(x), history, residual=x, dropout_p=dropout_p, seed=9 + k)
         return x
 
 
@@ -72,10 +72,11 @@ def layer(kind, **options):
 
 
 MODULES = {
-    "padded encoder layer": layer(Padded),
+    "padded encoder layer": layer(Padded, num_kv_heads=1, window=(1, 2)),
     "post-norm decoder layer": layer(TransformerDecoderLayer, norm="post"),
     "vector": lambda: Stack(norm=None, weight="vector", softmax=True, window=2),
     "group": lambda: Stack(norm="post", weight="group", groups=4),
+    "attention residuals": lambda: Stack(kind=AttentionResiduals),
 }
 MORE = {
     "post-norm encoder layer": layer(TransformerEncoderLayer, norm="post"),
@@ -84,6 +85,8 @@ MORE = {
     "rms encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm_kind="rms"),
     "post-norm encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm="post"),
     "dlcl": Stack,
+    "attention residuals in blocks": lambda: Stack(kind=AttentionResiduals, block=2),
+    "relu": lambda: Stack(kind=AttentionResiduals, weights="relu"),
     "rms": lambda: Stack(norm_kind="rms"),
     "vector alone": lambda: Stack(norm=None, weight="vector"),
     "softmax": lambda: Stack(softmax=True, window=2),

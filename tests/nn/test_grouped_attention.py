@@ -3,22 +3,8 @@
 import pytest
 import torch
 
-from deepfast import backend as backends
-from deepfast.nn import (
-    MultiheadAttention,
-    Packing,
-    TransformerDecoder,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
-from tests.nn.written_out import (
-    DIM,
-    assert_same,
-    attend,
-    leaf,
-    naive,
-    shaken,
-)
+from deepfast.nn import MultiheadAttention, Packing, TransformerDecoder
+from tests.nn.written_out import DIM, assert_same, attend, leaf, shaken
 
 HEADS, FFN, LENGTH = 6, 20, 7
 RIGHT = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4], [1]])
@@ -91,25 +77,3 @@ def test_decoding_keeps_the_window_alone(window):
     # Room for 16 positions at first; what a window does not reach makes room for others.
     room = 16 if window in (0, 2) else 70
     assert cache.layers[0].key_value.shape[:2] == (3, room)
-
-
-@pytest.mark.parametrize("padding", [None, pytest.param(RIGHT, marks=pytest.mark.exhaustive)])
-def test_a_compiled_layer(padding):
-    m = TransformerEncoderLayer(DIM, HEADS, FFN, num_kv_heads=2, window=(1, 2), dropout=0.0)
-    torch._dynamo.reset()
-    compiled = torch.compile(m, fullgraph=True, backend="eager")
-    x = leaf(3, LENGTH, DIM)
-    keep = None if padding is None else ~padding
-    assert_same(compiled(x, padding), m(x, padding), m, [x], keep)
-
-
-@pytest.mark.exhaustive
-def test_triton_serves_a_stack():
-    pytest.importorskip("triton")
-    options = {"num_kv_heads": 2, "window": (3, 1), "dropout": 0.0, "backend": "triton"}
-    m = shaken(TransformerEncoder(2, DIM, HEADS, FFN, **options))
-    x = leaf(3, LENGTH, DIM)
-    with backends.record() as seen:
-        got = m(x, RIGHT)
-    assert ("attention", "triton") in seen
-    assert_same(got, naive(m, x, None, RIGHT), m, [x], ~RIGHT)

@@ -63,12 +63,6 @@ def test_is_the_equation(exact_backend, layers, dim, streams):
         torch.testing.assert_close(a, b)
 
 
-def test_gradcheck():
-    m = learned(2, 3, streams=2)
-    y = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y, *_: fused(m, y), (y, *m.parameters()))
-
-
 def test_half_precision(tolerances):
     m = learned(LAYERS, 64, dtype=torch.float32)
     y = torch.randn(9, 64).bfloat16()
