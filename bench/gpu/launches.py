@@ -10,8 +10,8 @@ import torch
 
 from bench.gpu.machine import emulate_cuda
 from deepfast import backend
-from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
+from deepfast.ops.common import empty_slots
 
 MAIN = "DEEPFAST_GPU_MAIN"
 """The environment variable with the only size, as 8192x512, where kernels are measured."""

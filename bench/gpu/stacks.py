@@ -11,9 +11,9 @@ from bench.gpu.ops import BF16, DROPOUT, measure, ours
 from deepfast import backend
 from deepfast.cases import ops as cases
 from deepfast.cases.case import Rows
-from deepfast.depth.depth_pass import empty_slots
 from deepfast.depth.schedule import default_block
 from deepfast.launches import LAUNCHES
+from deepfast.ops.common import empty_slots
 
 # Target fractions of a copy, forward and backward.
 DEPTH_MIX = {"triton": (0.80, 0.80), "cuda": (0.90, 0.85)}

@@ -6,12 +6,118 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.connection import DepthConnection, NewPass, check_state
-from deepfast.depth.depth_pass import DepthPass, Pair, Push, RowGrads, RowNorm, Start
+from deepfast.depth.boundary import Push
+from deepfast.depth.connection import DepthConnection, check_state
+from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm
 from deepfast.depth.schedule import FarPass, block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.attention_residual import residual_score
+
+
+class AttentionPass(DepthPass):
+    """``x_{l+1} = sum_k p_{l,k} z_k`` from the scores ``s_{l,k} = q_l . z_k r_k + b[l,k]``, with
+    ``r_k = 1 / RMS(z_k)``.
+
+    The query belongs to a row and not to a token. So the score of a state for every later row is
+    known as soon as the state is, and the rows are computed in the blocks of DLCL.
+
+    Its parameters are q (L+1, D), and b (L+1, L+1) or None.
+    """
+
+    op = "attention_boundary"
+
+    def begin(self, tokens: int) -> None:
+        self.query, self.bias = self.parameters
+        self.kind, self.eps = self.owner.weights, self.owner.eps
+        self.dquery: Tensor | None = None
+        self.dbias: Tensor | None = None
+        rows = len(self.query)
+        self.source_rstd: Tensor | None = self.query.new_empty(rows, tokens)
+        """(L+1, T): r_k."""
+        self.stats = self.query.new_empty(rows, 3, tokens) if self.kind == "softmax" else None
+        self.far_stats: Tensor | None = None
+        """(B, 2, T): of the rows of one block, over the earlier states alone."""
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.source_rstd, self.stats, self.far_stats)
+        return super().nbytes + sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def release(self) -> None:
+        super().release()
+        self.source_rstd = self.stats = self.far_stats = None
+
+    def open_block(self, block: int) -> Tensor | None:
+        if self.kind == "relu":
+            return None
+        if self.far_stats is None:
+            self.far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
+        # Rows that several passes compute add to it.
+        self.far_stats[:, 0] = float("-inf")
+        self.far_stats[:, 1] = 0
+        return self.far_stats
+
+    def _partial_stats(self, push: Push, partial: Tensor | None) -> Tensor | None:
+        if partial is None or self.far_stats is None:
+            return None
+        start, _ = self.schedule.blocks[push.k]
+        return self.far_stats[push.k - start]
+
+    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
+        stats = None if self.far_stats is None else self.far_stats[: sums.shape[0]]
+        self.launch.attend_rows(
+            states=self.states, sources=far.sources, query=self.query, bias=self.bias,
+            kind=self.kind, source_rstd=self.source_rstd, rows=far.targets, out=sums,
+            out_stats=stats, out_rows=far.entries, accumulate=add,
+        )  # fmt: skip
+
+    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
+        (branch, residual), (x, out), k = pushed, results, push.k
+        partial = self.partial(k)
+        self.launch.attention_boundary_forward(
+            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
+            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
+            kind=self.kind, eps=self.eps, source_rstd=self.source_rstd, stats=self.stats,
+            partial=partial, partial_stats=self._partial_stats(push, partial), x=x,
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
+            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
+        )  # fmt: skip
+
+    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
+        self.launch.attend_pull(
+            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
+            states=self.states, sources=far.targets, query=self.query, bias=self.bias,
+            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats, out=sums,
+            out_rows=far.entries, accumulate=add, dquery=self.dquery, dbias=self.dbias,
+        )  # fmt: skip
+
+    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
+        k = push.k
+        # A softmax needs x again.
+        again = grads.dout is not None or self.kind == "softmax"
+        partial = self.partial(k) if again else None
+        self.launch.attention_boundary_backward(
+            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
+            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats,
+            partial=partial, partial_stats=self._partial_stats(push, partial),
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
+            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
+            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
+            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
+            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
+            dquery=self.dquery, dbias=self.dbias, dout_norm_weight=grads.dnorm_weight,
+            dout_norm_bias=grads.dnorm_bias,
+        )  # fmt: skip
+
+    def begin_grads(self) -> None:
+        if any(self.learns):
+            self.dquery = torch.zeros_like(self.query)
+            self.dbias = None if self.bias is None else torch.zeros_like(self.bias)
+
+    def take_grads(self) -> tuple[Tensor | None, ...]:
+        grads, self.dquery, self.dbias = (self.dquery, self.dbias), None, None
+        return grads
 
 
 class AttentionResiduals(DepthConnection):
@@ -61,7 +167,7 @@ class AttentionResiduals(DepthConnection):
     DeepCrossAttention, arXiv 2502.06785, 2025.
     """
 
-    name = "AttentionResiduals"
+    name, pass_kind = "AttentionResiduals", AttentionPass
 
     def __init__(
         self,
@@ -153,9 +259,8 @@ class AttentionResiduals(DepthConnection):
         bias = self.own_bias()
         return score if bias is None else score + bias[row, k]
 
-    def _new_pass(self, start: Start) -> NewPass:
-        parameters = self.effective_query(), self.own_bias()
-        return AttentionPass(start, *parameters, self.weights), parameters
+    def pass_parameters(self) -> tuple[Tensor | None, ...]:
+        return self.effective_query(), self.own_bias()
 
     def traced_weights(self) -> Tensor:
         return self.effective_query()
@@ -176,115 +281,6 @@ class AttentionResiduals(DepthConnection):
             f"num_layers={self.num_layers}, dim={self.dim}, reads={self.reads}, "
             f"block={self.block}, weights={self.weights!r}"
         )
-
-
-class AttentionPass(DepthPass):
-    """``x_{l+1} = sum_k p_{l,k} z_k`` from the scores ``s_{l,k} = q_l . z_k r_k + b[l,k]``, with
-    ``r_k = 1 / RMS(z_k)``.
-
-    The query belongs to a row and not to a token. So the score of a state for every later row is
-    known as soon as the state is, and the rows are computed in the blocks of DLCL.
-
-    Args:
-        query: q (L+1, D).
-        bias: b (L+1, L+1), or None.
-        kind: "softmax" over the states that a row reads, or "relu".
-    """
-
-    op = "attention_boundary"
-
-    def __init__(self, start: Start, query: Tensor, bias: Tensor | None, kind: str):
-        self.query, self.bias = start.copies(query, bias)
-        super().__init__(start, self.query, start.learns(query, bias))
-        self.kind, self.eps = kind, self.owner.eps
-        self.dquery: Tensor | None = None
-        self.dbias: Tensor | None = None
-        rows, tokens = len(query), start.y.numel() // query.shape[-1]
-        self.source_rstd: Tensor | None = self.query.new_empty(rows, tokens)
-        """(L+1, T): r_k."""
-        self.stats = self.query.new_empty(rows, 3, tokens) if kind == "softmax" else None
-        self.far_stats: Tensor | None = None
-        """(B, 2, T): of the rows of one block, over the earlier states alone."""
-
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.source_rstd, self.stats, self.far_stats)
-        return super().nbytes + sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def release(self) -> None:
-        super().release()
-        self.source_rstd = self.stats = self.far_stats = None
-
-    def open_block(self, block: int) -> Tensor | None:
-        if self.kind == "relu":
-            return None
-        if self.far_stats is None:
-            self.far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
-        # Rows that several passes compute add to it.
-        self.far_stats[:, 0] = float("-inf")
-        self.far_stats[:, 1] = 0
-        return self.far_stats
-
-    def _partial_stats(self, push: Push, partial: Tensor | None) -> Tensor | None:
-        if partial is None or self.far_stats is None:
-            return None
-        start, _ = self.schedule.blocks[push.k]
-        return self.far_stats[push.k - start]
-
-    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        stats = None if self.far_stats is None else self.far_stats[: sums.shape[0]]
-        self.launch.attend_rows(
-            states=self.states, sources=far.sources, query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, rows=far.targets, out=sums,
-            out_stats=stats, out_rows=far.entries, accumulate=add,
-        )  # fmt: skip
-
-    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out), k = pushed, results, push.k
-        partial = self.partial(k)
-        self.launch.attention_boundary_forward(
-            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
-            kind=self.kind, eps=self.eps, source_rstd=self.source_rstd, stats=self.stats,
-            partial=partial, partial_stats=self._partial_stats(push, partial), x=x,
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
-            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
-        )  # fmt: skip
-
-    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
-        self.launch.attend_pull(
-            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
-            states=self.states, sources=far.targets, query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats, out=sums,
-            out_rows=far.entries, accumulate=add, dquery=self.dquery, dbias=self.dbias,
-        )  # fmt: skip
-
-    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        k = push.k
-        # A softmax needs x again.
-        again = grads.dout is not None or self.kind == "softmax"
-        partial = self.partial(k) if again else None
-        self.launch.attention_boundary_backward(
-            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats,
-            partial=partial, partial_stats=self._partial_stats(push, partial),
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
-            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
-            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
-            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
-            dquery=self.dquery, dbias=self.dbias, dout_norm_weight=grads.dnorm_weight,
-            dout_norm_bias=grads.dnorm_bias,
-        )  # fmt: skip
-
-    def begin_grads(self) -> None:
-        if self.learns:
-            self.dquery = torch.zeros_like(self.query)
-            self.dbias = None if self.bias is None else torch.zeros_like(self.bias)
-
-    def take_grads(self) -> tuple[Tensor | None, ...]:
-        grads, self.dquery, self.dbias = (self.dquery, self.dbias), None, None
-        return grads
 
 
 @common.traced_as("scaled_query")

@@ -11,13 +11,13 @@ added its part of the parameters' gradients.
 
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Pair, Push
+from deepfast.depth.depth_pass import DepthPass, OutNorm, Pair, RowNorm
 from deepfast.ops import common
 
 
@@ -102,6 +102,25 @@ class DepthHistory:
 
     def __repr__(self) -> str:
         return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"
+
+
+class Push(NamedTuple):
+    """One push beside its tensors: ``y_k = residual + dropout(branch)``, and then row k."""
+
+    run: DepthPass
+    k: int
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    want_x: bool = True
+    norm: tuple[float, bool] | None = None
+    """eps and rms of an `OutNorm` that came with it."""
+    indexed: bool = False
+    """Whether the caller gave k; checkpointing may then repeat the push."""
+
+    def row_norm(self, weight: Tensor | None, bias: Tensor | None) -> RowNorm:
+        """The norm behind row k; weight and bias are those that came with the push."""
+        given = None if self.norm is None else (weight, bias, *self.norm)
+        return self.run.row_norm(self.k, given)
 
 
 class PerThread(threading.local):

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.depth.boundary import DepthHistory, Parameters, boundary, nearest_passes
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Push, Start
+from deepfast.depth.boundary import DepthHistory, Parameters, Push, boundary, nearest_passes
+from deepfast.depth.depth_pass import DepthPass, OutNorm
 from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
 from deepfast.ops import common
-
-NewPass = tuple[DepthPass, tuple[Tensor | None, ...]]
-"""A pass, and the parameters that `DepthPass.take_grads` gives the gradients of."""
 
 
 def part(parameter: Tensor, index) -> Tensor:
@@ -49,7 +46,7 @@ class DepthConnection(nn.Module):
     """Every layer reads a weighted sum of the states of all layers below it.
 
     What `DLCL` and `AttentionResiduals` share. They have the parameters, and a kind of pass that
-    weighs the states with them (`_new_pass`).
+    weighs the states with them.
 
     Args:
         num_layers: L.
@@ -69,7 +66,9 @@ class DepthConnection(nn.Module):
     begins = 0
     """A row that begins a block."""
     # Each kind of connection has its own.
-    _new_pass: Callable[[Start], NewPass]
+    pass_kind: type[DepthPass]
+    pass_parameters: Callable[[], tuple[Tensor | None, ...]]
+    """What a pass weighs the states with, with gradient."""
     traced_weights: Callable[[], Tensor]
     """Inside torch.compile: what the rows of one pass share."""
     traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
@@ -205,8 +204,8 @@ class DepthConnection(nn.Module):
         block = history.block or default_block(self.rows)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
-        start = Start(self, y, self._schedules[block], history.inplace, begun)
-        run, parameters = self._new_pass(start)
+        parameters = self.pass_parameters()
+        run = self.pass_kind(self, y, self._schedules[block], history.inplace, begun, parameters)
         if self.shards is not None:
             parameters = self.shards.summed(*parameters)
         history.owner, history.kind, history.state = self, (y.shape, y.dtype, y.device), run

@@ -1,10 +1,7 @@
 """One forward and backward pass of a stack: its states, partial sums and gradients.
 
-A state is one (T, D) tensor in a slot. Where states have norms the slot holds the normalised output
-n_k of layer k, and the kernels compute ``z_k = norm_weight[k] n_k + norm_bias[k]`` when they read
-it. Elsewhere it holds the output itself. The picture in `deepfast.depth` shows what a slot holds
-when. Nothing here knows autograd; its nodes, in `deepfast.depth.boundary`, call the methods of
-`DepthPass` in order.
+A state is one (T, D) tensor in a slot; the picture in `deepfast.depth` shows which.
+Nothing here knows autograd. Its nodes, in boundary.py, call the methods of `DepthPass` in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +14,7 @@ from deepfast import backend
 from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
 from deepfast.dtypes import compute_dtype
+from deepfast.ops.common import empty_slots
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
@@ -24,17 +22,6 @@ OVERWRITTEN = (
     "inplace=False), or, where a stack such as TransformerEncoder makes the history, run its "
     "forward again"
 )
-
-
-def empty_slots(count: int, like: Tensor) -> Tensor:
-    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
-
-    The distance from slot to slot is a whole number of pages plus one cache line. Without that line
-    the same element of every slot would map to the same few cache sets.
-    """
-    line = 64 // like.element_size()
-    stride = -(-like.numel() // (64 * line)) * 64 * line + line
-    return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
 
 
 class OutNorm(NamedTuple):
@@ -62,25 +49,6 @@ class RowNorm(NamedTuple):
 NO_NORM = RowNorm()
 
 
-class Push(NamedTuple):
-    """One push beside its tensors: ``y_k = residual + dropout(branch)``, and then row k."""
-
-    run: "DepthPass"
-    k: int
-    dropout_p: float = 0.0
-    seed: Tensor | None = None
-    want_x: bool = True
-    norm: tuple[float, bool] | None = None
-    """eps and rms of an `OutNorm` that came with it."""
-    indexed: bool = False
-    """Whether the caller gave k; checkpointing may then repeat the push."""
-
-    def row_norm(self, weight: Tensor | None, bias: Tensor | None) -> RowNorm:
-        """The norm behind row k; weight and bias are those that came with the push."""
-        given = None if self.norm is None else (weight, bias, *self.norm)
-        return self.run.row_norm(self.k, given)
-
-
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -102,45 +70,15 @@ class RowGrads(NamedTuple):
     dnorm_bias: Tensor | None
 
 
-class Start(NamedTuple):
-    """What a pass begins with."""
-
-    owner: Any
-    """The connection."""
-    y: Tensor
-    """The first push."""
-    schedule: Schedule
-    inplace: bool
-    """Whether gradients overwrite states."""
-    begun: Begun | None
-    """What rows begin with in a stage of a pipeline."""
-
-    def copies(self, *parameters: Tensor | None) -> list[Any]:
-        """Copies in the compute dtype: a parameter changed before backward must not change this
-        pass."""
-        dtype = compute_dtype(self.y.dtype)
-        return [
-            None if p is None else p.detach().to(dtype, copy=True).contiguous() for p in parameters
-        ]
-
-    def learns(self, *parameters: Tensor | None) -> bool:
-        """Whether one of them needs a gradient."""
-        return torch.is_grad_enabled() and any(
-            p is not None and p.requires_grad for p in parameters
-        )
-
-
 class BlockSums:
-    """The sums of one block (B, T, D), and its first row or state; -1 for no block."""
+    """The sums of one block of rows or states, in a buffer that the next block uses again."""
 
-    def __init__(self):
-        self.clear()
-
-    def clear(self) -> None:
-        self.sums: Tensor | None = None
-        self.start = -1
-        self.of: tuple[Tensor, ...] = ()
-        """Each sum (T, D)."""
+    sums: Tensor | None = None
+    """(B, T, D)."""
+    of: tuple[Tensor, ...] = ()
+    """Each sum (T, D)."""
+    start = -1
+    """The first row or state; -1 for no block."""
 
     def open(self, block: int, like: Tensor) -> Tensor:
         """The buffer, for states like ``like`` (T, D)."""
@@ -148,6 +86,9 @@ class BlockSums:
             self.sums = empty_slots(block, like)
             self.of = self.sums.unbind(0)
         return self.sums
+
+    def clear(self) -> None:
+        self.sums, self.of, self.start = None, (), -1
 
 
 class DepthPass:
@@ -158,8 +99,12 @@ class DepthPass:
     operands.
 
     Args:
-        like: (L+1, ...), a copy of a parameter in the compute dtype.
-        learns: whether a parameter needs a gradient.
+        owner: the connection.
+        y: the first push.
+        schedule: which row reads which state when.
+        inplace: whether gradients overwrite states.
+        begun: what rows begin with in a stage of a pipeline.
+        parameters: what `take_grads` returns the gradients of.
     """
 
     op: str
@@ -170,33 +115,48 @@ class DepthPass:
     mix: Callable[[FarPass, Tensor, bool], None]
     """(far, sums, add). Forward: writes the sums of earlier states to ``sums`` (B, T, D), or adds
     to them."""
-    forward_row: Callable[[Push, RowNorm, Pair, Pair], None]
-    """(push, norm, (branch, residual), (x, out)). One boundary: stores what is pushed as state k,
-    and computes row k and the norm behind it. Without a branch the state is there."""
+    forward_row: Callable[[Any, RowNorm, Pair, Pair], None]
+    """(push, norm, (branch, residual), (x, out)), with a `boundary.Push`. Stores what is pushed as
+    state k, and computes row k and the norm behind it. Without a branch the state is there."""
     pull: Callable[[FarPass, Tensor, int, Tensor, bool], None]
     """(far, grads, first, sums, add). Backward: writes what later rows give to the gradients of
     states to ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it. The
     gradient of row l is grads[l + first]."""
-    backward_row: Callable[[Push, RowNorm, RowGrads], None]
+    backward_row: Callable[[Any, RowNorm, RowGrads], None]
     """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
+    begin: Callable[[int], None]
+    """Called first, with T: makes what the subclass has beside."""
     begin_grads: Callable[[], None]
     """Called where backward begins: sets the gradients of the parameters to 0."""
     take_grads: Callable[[], tuple[Tensor | None, ...]]
     """Returns the gradients of the parameters and keeps none."""
 
-    def __init__(self, start: Start, like: Tensor, learns: bool):
-        self.owner, y, self.schedule, self.inplace, self.begun = start
-        self.like, self.learns = like, learns
-        _, self.launch = backend.choose(self.op, self.owner.backend, y.device, y.dtype, y.shape[-1])
-        nothing: list[tuple | None] = [None] * len(like)
-        self.row_norms: Sequence[tuple | None] = nothing
+    def __init__(
+        self,
+        owner: Any,
+        y: Tensor,
+        schedule: Schedule,
+        inplace: bool,
+        begun: Begun | None,
+        parameters: Sequence[Tensor | None],
+    ):
+        self.owner, self.schedule, self.inplace, self.begun = owner, schedule, inplace, begun
+        dtype, learning = compute_dtype(y.dtype), torch.is_grad_enabled()
+        # Copies: a parameter changed before backward must not change this pass.
+        self.parameters: list[Any] = [
+            None if p is None else p.detach().to(dtype, copy=True).contiguous() for p in parameters
+        ]
+        self.learns = [learning and p is not None and p.requires_grad for p in parameters]
+        self.like = self.parameters[0]
+        _, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, y.shape[-1])
+        self.row_norms: Sequence[tuple | None] = (None,) * len(self.like)
         """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
         compute dtype."""
-        self.row_norm_grads: Sequence[tuple | None] = nothing
+        self.row_norm_grads: Sequence[tuple | None] = (None,) * len(self.like)
         """Where the gradients of these weights and biases go, (D,) each."""
-        self.rows, self.running = self.schedule.rows, self.owner.running
+        self.rows, self.running = schedule.rows, owner.running
         # After the last state come rows that other stages go on with, see outside.py.
-        self.later = range(self.rows, len(self.schedule.reads))
+        self.later = range(self.rows, len(schedule.reads))
         self.later_grads: Tensor | None = None
         self.pushed = 0
         self.states: Tensor | None = None
@@ -216,12 +176,13 @@ class DepthPass:
         self._live: set[int] = set()
         self.grads: Tensor | None = None
         # The gradient of row l is stored at l + first_grad. In place that is the slot of z_{l+1}.
-        self.first_grad = int(self.inplace)
+        self.first_grad = int(inplace)
         # What state k + 1, where it contains state k, adds to the gradient of state k.
         self._carried: Tensor | None = None
         # Which states gradients have overwritten, and whether the whole buffer is freed.
         self._overwritten = [False] * (self.rows + 1)
         self.released = False
+        self.begin(y.numel() // y.shape[-1])
 
     @property
     def nbytes(self) -> int:
@@ -232,7 +193,7 @@ class DepthPass:
     @property
     def any_learns(self) -> bool:
         """Whether the pass has gradients that belong to no state."""
-        return self.learns or (self.begun is not None and self.begun.learns)
+        return any(self.learns) or (self.begun is not None and self.begun.learns)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -286,10 +247,7 @@ class DepthPass:
         the first two of ``stats``, which are those of no states yet."""
 
     def row_norm(self, k: int, given: tuple | None) -> RowNorm:
-        """The norm behind row k, the connection's own or else ``given``, with its statistics.
-
-        given: the fields of an `OutNorm`.
-        """
+        """The norm behind row k, the connection's own or else ``given``, with its statistics."""
         norm = self.row_norms[k] or given
         if norm is None:
             return NO_NORM
@@ -399,7 +357,7 @@ class DepthPass:
             pulled.start = start
         return pulled.of[k - start]
 
-    def backward(self, push: Push, norm: RowNorm, given: Pair, pushed: Pair, dnorm: Pair) -> None:
+    def backward(self, push: Any, norm: RowNorm, given: Pair, pushed: Pair, dnorm: Pair) -> None:
         """Boundary k: stores g_k and writes the gradients of what was pushed, and of the norm.
 
         given: the gradients (T, D) of the row and of its norm's result.

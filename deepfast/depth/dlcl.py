@@ -7,10 +7,122 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.connection import DepthConnection, NewPass, part
-from deepfast.depth.depth_pass import DepthPass, Pair, Push, RowGrads, RowNorm, Start
+from deepfast.depth.boundary import Push
+from deepfast.depth.connection import DepthConnection, part
+from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
+
+
+class ConstantPass(DepthPass):
+    """``x_{l+1} = sum_k W[l,k] z_k``, the same weights for all tokens.
+
+    Its parameters are W (L+1, L+1) or (L+1, L+1, D), zero outside the pattern, and (L+1, D) or None
+    the weights and the biases of the norms that the connection gives to states (pre-norm) or to
+    rows (post-norm).
+    """
+
+    op = "boundary"
+
+    def begin(self, tokens: int) -> None:
+        owner, (self.weight, *self.norms), rows = self.owner, self.parameters, len(self.like)
+        self.eps, self.rms, self.pre = owner.eps, owner.norm_kind == "rms", owner.norm == "pre"
+        self.has_norm = [owner.has_norm(k) for k in range(owner.rows)]
+        self.dweight: Tensor | None = None
+        self.dnorms: list[Tensor | None] = [None, None]
+        # As the kernels read them for states.
+        self.norm_source: Sequence[bool] = (False,) * rows
+        self.norm_weight: Tensor | None = None
+        self.norm_bias: Tensor | None = None
+        self.source_rstd: Sequence[Tensor | None] = (None,) * rows
+        self.source_grads: Sequence[tuple | None] = (None,) * rows
+        if self.norms[0] is None:
+            return
+        # Kernels apply weight and bias to every state. Assigning a number may copy it from the
+        # host, so it is assigned once.
+        plain = self.has_norm.index(True) if True in self.has_norm else 0
+        for p, neutral in zip(self.norms, (1.0, 0.0), strict=True):
+            if p is not None:
+                p[:plain].fill_(neutral)
+        if self.pre:
+            self.norm_source, (self.norm_weight, self.norm_bias) = self.has_norm, self.norms
+            self.source_rstd = self.weight.new_empty(owner.rows, tokens).unbind(0)
+        else:
+            pairs = self._each(self.norms)
+            self.row_norms = [pair and (*pair, self.eps, self.rms) for pair in pairs]
+
+    def _each(self, norms: Sequence[Tensor | None]) -> list[tuple | None]:
+        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
+        weight, bias = norms
+        biases = [None] * len(weight) if bias is None else bias.unbind(0)
+        each = zip(self.has_norm, weight.unbind(0), biases, strict=False)
+        return [(weight, bias) if has else None for has, weight, bias in each]
+
+    def release(self) -> None:
+        super().release()
+        self.source_rstd = (None,) * len(self.weight)
+
+    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
+        self.launch.mix_rows(
+            states=self.states, sources=far.sources, weight=self.weight, rows=far.targets,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums, out_rows=far.entries,
+            accumulate=add,
+        )  # fmt: skip
+
+    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
+        (branch, residual), (x, out), k = pushed, results, push.k
+        self.launch.boundary_forward(
+            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
+            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
+            source_eps=self.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
+            partial=self.partial(k), x=x,
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
+            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
+        )  # fmt: skip
+
+    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
+        self.launch.pull_rows(
+            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
+            states=self.states, sources=far.targets, weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
+            out_rows=far.entries, accumulate=add, dweight=self.dweight,
+        )  # fmt: skip
+
+    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
+        k = push.k
+        dnorm_weight, dnorm_bias = self.source_grads[k] or (None, None)
+        self.launch.boundary_backward(
+            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
+            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
+            source_rms=self.rms, source_rstd=self.source_rstd[k],
+            partial=None if grads.dout is None else self.partial(k),
+            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
+            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
+            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
+            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
+            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
+            dweight=self.dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
+            dout_norm_weight=grads.dnorm_weight, dout_norm_bias=grads.dnorm_bias,
+        )  # fmt: skip
+
+    def begin_grads(self) -> None:
+        weight_learns, *norms_learn = self.learns
+        if weight_learns:
+            self.dweight = torch.zeros_like(self.weight)
+        if not any(norms_learn):
+            return
+        self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
+        if self.pre:
+            self.source_grads = self._each(self.dnorms)
+        else:
+            self.row_norm_grads = self._each(self.dnorms)
+
+    def take_grads(self) -> tuple[Tensor | None, ...]:
+        grads = self.dweight, *self.dnorms
+        self.dweight, self.dnorms = None, [None, None]
+        self.source_grads = self.row_norm_grads = (None,) * len(self.weight)
+        return grads
 
 
 class DLCL(DepthConnection):
@@ -64,7 +176,7 @@ class DLCL(DepthConnection):
     Eq. 7 to 9.
     """
 
-    name = "DLCL"
+    name, pass_kind = "DLCL", ConstantPass
 
     def __init__(
         self,
@@ -167,9 +279,8 @@ class DLCL(DepthConnection):
             self._masks[device] = mask
         return mask
 
-    def _new_pass(self, start: Start) -> NewPass:
-        parameters = self.effective_weight(), *self.norms()
-        return ConstantPass(start, *parameters), parameters
+    def pass_parameters(self) -> tuple[Tensor | None, ...]:
+        return self.effective_weight(), *self.norms()
 
     def traced_weights(self) -> Tensor:
         return self.effective_weight()
@@ -184,124 +295,6 @@ class DLCL(DepthConnection):
             f"norm_kind={self.norm_kind!r}, "
             f"weight={self.kind!r}, init={self.init!r}"
         )
-
-
-class ConstantPass(DepthPass):
-    """``x_{l+1} = sum_k W[l,k] z_k``, the same weights for all tokens.
-
-    Args:
-        weight: W (L+1, L+1) or (L+1, L+1, D), zero outside the pattern.
-        norm_weight, norm_bias: (L+1, D), of the norms that the connection gives to states
-            (pre-norm) or to rows (post-norm), or None.
-    """
-
-    op = "boundary"
-
-    def __init__(
-        self, start: Start, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
-    ):
-        self.weight_learns = start.learns(weight)
-        self.norms_learn = start.learns(norm_weight, norm_bias)
-        self.weight, *self.norms = start.copies(weight, norm_weight, norm_bias)
-        super().__init__(start, self.weight, self.weight_learns or self.norms_learn)
-        owner, rows = self.owner, len(weight)
-        self.eps, self.rms, self.pre = owner.eps, owner.norm_kind == "rms", owner.norm == "pre"
-        self.has_norm = [owner.has_norm(k) for k in range(owner.rows)]
-        self.dweight: Tensor | None = None
-        self.dnorms: list[Tensor | None] = [None, None]
-        # As the kernels read them for states.
-        self.norm_source: Sequence[bool] = (False,) * rows
-        self.norm_weight: Tensor | None = None
-        self.norm_bias: Tensor | None = None
-        self.source_rstd: Sequence[Tensor | None] = (None,) * rows
-        self.source_grads: Sequence[tuple | None] = (None,) * rows
-        if norm_weight is None:
-            return
-        # Kernels apply weight and bias to every state. Assigning a number may copy it from the
-        # host, so it is assigned once.
-        plain = self.has_norm.index(True) if True in self.has_norm else 0
-        for p, neutral in zip(self.norms, (1.0, 0.0), strict=True):
-            if p is not None:
-                p[:plain].fill_(neutral)
-        if self.pre:
-            self.norm_source, (self.norm_weight, self.norm_bias) = self.has_norm, self.norms
-            tokens = start.y.numel() // owner.dim
-            self.source_rstd = self.weight.new_empty(owner.rows, tokens).unbind(0)
-        else:
-            pairs = self._each(self.norms)
-            self.row_norms = [pair and (*pair, self.eps, self.rms) for pair in pairs]
-
-    def _each(self, norms: Sequence[Tensor | None]) -> list[tuple | None]:
-        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
-        weight, bias = norms
-        biases = [None] * len(weight) if bias is None else bias.unbind(0)
-        each = zip(self.has_norm, weight.unbind(0), biases, strict=False)
-        return [(weight, bias) if has else None for has, weight, bias in each]
-
-    def release(self) -> None:
-        super().release()
-        self.source_rstd = (None,) * len(self.weight)
-
-    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        self.launch.mix_rows(
-            states=self.states, sources=far.sources, weight=self.weight, rows=far.targets,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums, out_rows=far.entries,
-            accumulate=add,
-        )  # fmt: skip
-
-    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out), k = pushed, results, push.k
-        self.launch.boundary_forward(
-            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_eps=self.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
-            partial=self.partial(k), x=x,
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
-            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
-        )  # fmt: skip
-
-    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
-        self.launch.pull_rows(
-            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
-            states=self.states, sources=far.targets, weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
-            out_rows=far.entries, accumulate=add, dweight=self.dweight,
-        )  # fmt: skip
-
-    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        k = push.k
-        dnorm_weight, dnorm_bias = self.source_grads[k] or (None, None)
-        self.launch.boundary_backward(
-            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_rms=self.rms, source_rstd=self.source_rstd[k],
-            partial=None if grads.dout is None else self.partial(k),
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
-            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
-            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
-            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
-            dweight=self.dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
-            dout_norm_weight=grads.dnorm_weight, dout_norm_bias=grads.dnorm_bias,
-        )  # fmt: skip
-
-    def begin_grads(self) -> None:
-        if self.weight_learns:
-            self.dweight = torch.zeros_like(self.weight)
-        if not self.norms_learn:
-            return
-        self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
-        if self.pre:
-            self.source_grads = self._each(self.dnorms)
-        else:
-            self.row_norm_grads = self._each(self.dnorms)
-
-    def take_grads(self) -> tuple[Tensor | None, ...]:
-        grads = self.dweight, *self.dnorms
-        self.dweight, self.dnorms = None, [None, None]
-        self.source_grads = self.row_norm_grads = (None,) * len(self.weight)
-        return grads
 
 
 def _pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:

@@ -136,6 +136,17 @@ def empty_contiguous(like: Tensor) -> Tensor:
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
+def empty_slots(count: int, like: Tensor) -> Tensor:
+    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
+
+    The distance from slot to slot is a whole number of pages plus one cache line. Without that line
+    the same element of every slot would map to the same few cache sets.
+    """
+    line = 64 // like.element_size()
+    stride = -(-like.numel() // (64 * line)) * 64 * line + line
+    return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
+
+
 def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A parameter as kernels read it: contiguous, in the compute dtype that goes with ``dtype``."""
     if p is None:

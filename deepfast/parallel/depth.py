@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepfast.depth.attention_residuals import AttentionPass, AttentionResiduals
+from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import DepthHistory
-from deepfast.depth.connection import Call, DepthConnection, NewPass
-from deepfast.depth.depth_pass import OutNorm, Start
-from deepfast.depth.dlcl import DLCL, ConstantPass
+from deepfast.depth.connection import Call, DepthConnection
+from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.dlcl import DLCL
 from deepfast.depth.outside import Begun, later_rows
 from deepfast.parallel.edges import Edge
 
@@ -70,7 +70,9 @@ class StageDepth(DepthConnection):
             last - first, whole.dim, tuple(pattern), running=tuple(running), norm=whole.norm,
             states=whole.states, eps=whole.eps, backend=whole.backend,
         )  # fmt: skip
-        self.rows, self.norm_kind = len(rows), whole.norm_kind
+        self.rows, self.norm_kind, self.pass_kind = len(rows), whole.norm_kind, whole.pass_kind
+        if isinstance(whole, AttentionResiduals):
+            self.weights = whole.weights
         # Not a child: the parameters keep the names that they have in the whole stack.
         self._whole = (whole,)
         self.begins, self.below, self.above = begins, below, above
@@ -184,7 +186,7 @@ class StageDepth(DepthConnection):
             return *(z for k, z in passed if k in self.above.carried), *sums.unbind(0)
         return tuple(t for t in (x, sums, lse) if t is not None)
 
-    def _new_pass(self, start: Start) -> NewPass:
+    def pass_parameters(self) -> tuple[Tensor | None, ...]:
         rows, columns, mask, alone = self._weight_constants()
         whole = self.whole
         if not isinstance(whole, DLCL):
@@ -193,7 +195,7 @@ class StageDepth(DepthConnection):
             own = whole.own_bias()
             if own is not None:
                 bias = own.index_select(0, rows).index_select(1, columns) * mask + alone
-            return AttentionPass(start, query, bias, whole.weights), (query, bias)
+            return query, bias
         weight = whole.effective_weight().index_select(0, rows).index_select(1, columns)
         wide = (..., *(None,) * (weight.dim() - 2))
         weight = weight * mask[wide] + alone[wide]
@@ -201,8 +203,7 @@ class StageDepth(DepthConnection):
         norm_weight, norm_bias = (
             None if p is None else p.index_select(0, index) for p in whole.norms()
         )
-        parameters = weight, norm_weight, norm_bias
-        return ConstantPass(start, *parameters), parameters
+        return weight, norm_weight, norm_bias
 
     def _weight_constants(self) -> tuple[Tensor, ...]:
         """The numbers of all rows and of as many states, 0 where they are not in the whole; the

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from deepfast import backend, ops
 from deepfast.cases.ops import offsets
-from deepfast.depth.depth_pass import empty_slots
+from deepfast.ops.common import empty_slots
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import torch
 
 from deepfast import backend
-from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
+from deepfast.ops.common import empty_slots
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(3 << 40)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepfast.depth.depth_pass import empty_slots
 from deepfast.launches import LAUNCHES
+from deepfast.ops.common import empty_slots
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

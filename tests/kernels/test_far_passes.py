@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.depth.depth_pass import empty_slots
+from deepfast.ops.common import empty_slots
 from tests.kernels.agreement import LOW, agree, numbers, run
 
 MIX, PULL = ("mix_rows", "attend_rows"), ("pull_rows", "attend_pull")
