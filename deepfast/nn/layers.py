@@ -26,7 +26,7 @@ from deepfast.ops.attention import Window
 
 
 class FeedForward(nn.Module):
-    """``W_2 dropout(activation(W_1 x))``."""
+    """``W_2 dropout(activation(W_1 x))``. The layer around it has checked the arguments."""
 
     def __init__(
         self,
@@ -38,9 +38,6 @@ class FeedForward(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        checks.choice("FeedForward", KINDS, activation=activation)
-        checks.whole("FeedForward", dim=dim, ffn_dim=ffn_dim)
-        checks.probability("FeedForward", dropout, argument="dropout")
         self.activation, self.dropout, self.backend = activation, dropout, backend
         self.up = nn.Linear(dim, ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)

@@ -24,7 +24,8 @@ from deepfast.nn.rerun import rerun
 
 @dataclass(frozen=True)
 class Options:
-    """What a stack says of its connection; see `TransformerEncoder`."""
+    """What a stack, whose layers have checked their sizes, says of its connection; see
+    `TransformerEncoder`."""
 
     op: str
     """The class of the stack, which errors name."""
@@ -42,8 +43,6 @@ class Options:
 
     def __post_init__(self) -> None:
         op, name = self.op, self.connection
-        checks.whole(op, num_layers=self.num_layers, dim=self.dim)
-        checks.probability(op, self.dropout, argument="dropout")
         checks.choice(op, CONNECTIONS, connection=name)
         check_norms(op, name, self.norm, self.norm_kind)
         if self.dlcl and CONNECTIONS[name].dlcl is None:

@@ -1,7 +1,6 @@
 """Latent depth: a stack that learns which of its layers each language uses."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -137,40 +136,37 @@ class LatentDepth(nn.Module):
         nn.init.zeros_(self.logits)
 
     def _check(self) -> None:
-        def expect(condition: bool, name: str, expected: str) -> None:
-            if not condition:
-                got = getattr(self, name)
-                raise ValueError(f"LatentDepth: {name}: expected {expected}, got {got!r}")
-
-        def number(value: float, above: float = -math.inf) -> bool:
-            return isinstance(value, checks.NUMBER) and above < value <= sys.float_info.max
-
-        op = "LatentDepth"
+        op, wanted = "LatentDepth", self.target_layers
         checks.whole(op, num_layers=self.num_layers, languages=self.languages)
         checks.whole(op, 0, soft_steps=self.soft_steps, anneal_steps=self.anneal_steps)
         checks.flag(op, hard=self.hard)
-        expect(checks.is_whole(self.seed), "seed", "a whole number")
-        for name in ("tau", "lr_scale"):
-            expect(number(getattr(self, name), above=0), name, "a number above 0")
+        checks.positive(op, tau=self.tau, lr_scale=self.lr_scale, threshold=self.threshold)
+        checks.fraction(op, threshold=self.threshold)
         for name in ("kl_weight", "entropy_weight", "target_weight"):
-            value = getattr(self, name)
-            expect(number(value) and value >= 0, name, "a number of at least 0")
-        expect(self.prior in PRIORS, "prior", f"one of {', '.join(PRIORS)}")
-        within = isinstance(self.beta, tuple) and len(self.beta) == 2
-        within = within and all(number(x, above=0) for x in self.beta)
-        expect(within, "beta", "two numbers above 0")
-        serves = self.prior == "beta" or self.beta == (1, 1)
-        expect(serves, "beta", f"(1, 1) for the prior {self.prior}")
-        wanted = self.target_layers
-        within = wanted is None or (number(wanted, above=0) and wanted <= self.num_layers)
-        expect(
-            within, "target_layers", f"above 0 and at most the {self.num_layers} layers, or None"
-        )
-        aims = wanted is not None or not self.target_weight
-        expect(aims, "target_layers", "a number where target_weight is set")
-        expect(self.evaluation in EVALUATIONS, "evaluation", f"one of {', '.join(EVALUATIONS)}")
-        within = number(self.threshold, above=0) and self.threshold < 1
-        expect(within, "threshold", "a number between 0 and 1")
+            checks.number(op, **{name: getattr(self, name)})
+        checks.choice(op, PRIORS, prior=self.prior)
+        checks.choice(op, EVALUATIONS, evaluation=self.evaluation)
+        if not checks.is_whole(self.seed):
+            raise ValueError(f"{op}: seed must be a whole number, got {self.seed!r}")
+        if not (isinstance(self.beta, tuple) and len(self.beta) == 2):
+            raise ValueError(f"{op}: beta must be two numbers, got {self.beta!r}")
+        for number in self.beta:
+            checks.positive(op, beta=number)
+        if self.prior != "beta" and self.beta != (1, 1):
+            raise ValueError(
+                f"{op}: beta must be (1, 1) for the prior {self.prior}, got {self.beta!r}"
+            )
+        if wanted is not None:
+            checks.positive(op, target_layers=wanted)
+            if wanted > self.num_layers:
+                raise ValueError(
+                    f"{op}: target_layers must be at most the {self.num_layers} layers, got "
+                    f"{wanted!r}"
+                )
+        elif self.target_weight:
+            raise ValueError(
+                f"{op}: target_layers must be a number where target_weight is set, got None"
+            )
 
     def set_step(self, step: int) -> None:
         """Sets the number of the next training step, from 1; 0 where no trainer sets it."""

@@ -67,9 +67,9 @@ REFUSED = {
          r"that average or feed_forward reads \(hidden_dim\), got {'activation': 'relu'}"),
         # Latent depth and languages.
         (both("latent", latent={"taus": 1}), "latent must have keys among anneal.* got taus"),
-        (both("latent", latent={"tau": 0}), "latent: tau: expected a number above 0, got 0"),
+        (both("latent", latent={"tau": 0}), "latent: tau must be a number above 0, got 0"),
         (both("latent", latent={"hard": "no"}), "latent: hard must be True or False, got 'no'"),
-        (both("latent", latent={"seed": 1.5}), "latent: seed: expected a whole number, got 1.5"),
+        (both("latent", latent={"seed": 1.5}), "latent: seed must be a whole number, got 1.5"),
         (both("latent", latent={"target_layers": 3, "target_weight": 1}), "at most the 2 layers"),
         ({"latent": {"tau": 2}},
          r"latent needs a side with connection 'latent' for \['tau'\], got none"),

@@ -182,9 +182,9 @@ REFUSED = {
         ("data.phrases=[]", "data.phrases: expected one of de, fr, es or null"),
         ("data.direction=back", "data.direction: expected one of one-to-many, many-to-one"),
         ("data.languages=[de, fr]", "data.languages: expected null beside phrases"),
-        ("model.latent.tau=0", "model.latent: tau: expected a number above 0, got 0"),
+        ("model.latent.tau=0", "model.latent: tau must be a number above 0, got 0"),
         ("model.latent.taus=1", "the nearest known key is model.latent.tau"),
-        ("model.latent.target_layers=13", "target_layers: expected above 0 and at most the 12"),
+        ("model.latent.target_layers=13", "target_layers must be at most the 12 layers"),
         ("model.languages={}", "unknown key model.languages"),
         *(
             (f"data.phrases=null data.languages={names}", f"data.languages: {words}")
