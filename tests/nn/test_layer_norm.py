@@ -34,14 +34,6 @@ def test_equals_pytorchs_module(backend, ran, kind, theirs, options):
         torch.testing.assert_close(a, b)
 
 
-@KINDS
-def test_dropout_follows_the_mode(backend, kind, theirs):
-    norm, x = kind(9, backend=backend), torch.randn(40, 9)
-    assert not torch.equal(norm(x, dropout_p=0.5), norm(x))
-    norm.eval()
-    assert torch.equal(norm(x, dropout_p=0.5), norm(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @KINDS
 def test_under_autocast(backend, kind, theirs, dtype):

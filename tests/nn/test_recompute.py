@@ -79,18 +79,6 @@ def test_a_parameter_modified_in_place(case, policy):
             assert refused, name
 
 
-@pytest.mark.parametrize(("case", "policy"), pairs(STACKS))
-def test_the_data_of_a_bias_replaced(case, policy):
-    """A plain stack reads no bias in backward. What it reads, torch takes from the new data: the
-    weights, and with latent depth the biases, which a gate multiplies."""
-    module = stack(policy, **CASES[case])
-    inputs, y = forward(module)
-    for name, p in module.named_parameters():
-        if name.endswith("bias"):
-            p.data = p.data + 0.5
-    equal_or_refused(module, inputs, y, unchanged(case))
-
-
 @pytest.mark.parametrize(("case", "policy"), pairs(["dlcl"]))
 def test_on_the_meta_device(case, policy):
     module = stack(policy, **CASES[case]).to("meta")

@@ -74,19 +74,13 @@ def assert_same(m, z, embedding=None, **options):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("source_norm", [False, True])
-@pytest.mark.parametrize("kind", FUSIONS)
-def test_is_the_paper(kind, source_norm, backend):
-    assert_same(fusion(kind, source_norm=source_norm, backend=backend), states())
-
-
-@pytest.mark.parametrize("source_norm", [False, True])
 @pytest.mark.parametrize("layer_embeddings", [False, True])
 @pytest.mark.parametrize("word_embedding", [False, True])
 @pytest.mark.parametrize("kind", FUSIONS)
-def test_embeddings_of_words_and_layers(kind, word_embedding, layer_embeddings, source_norm):
-    """The rows of the paper's table 4."""
+def test_is_the_paper(kind, word_embedding, layer_embeddings, source_norm, backend):
+    """Also the rows of its table 4, on embeddings of words and of layers."""
     m = fusion(kind, word_embedding=word_embedding, layer_embeddings=layer_embeddings,
-               source_norm=source_norm)  # fmt: skip
+               source_norm=source_norm, backend=backend)  # fmt: skip
     assert (m.layer_embedding is not None) == layer_embeddings
     assert_same(m, states(), word_embedding=word_embedding)
 
