@@ -187,19 +187,6 @@ def test_stacks_under_memory_policies(what, options):
 # ---- pushes --------------------------------------------------------------------------------------
 
 
-def test_too_many_pushes_into_a_traced_history():
-    dlcl = DLCL(1, DIM)
-
-    def run(x):
-        history = DepthHistory()
-        for _ in range(3):
-            x = dlcl(x, history)
-        return x
-
-    with pytest.raises(Exception, match="has all of its 2 states"):
-        compiled(run)[0](torch.randn(3, DIM))
-
-
 def test_a_pass_half_traced_is_an_error():
     """Traced and eager passes keep their states in different places."""
     dlcl, x = DLCL(3, DIM), torch.randn(4, DIM)
@@ -273,13 +260,22 @@ def test_a_full_graph_cannot_push_into_a_history_from_outside():
         compiled(lambda x: dlcl(x, history))[0](torch.randn(3, DIM))
 
 
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_traced_push_out_of_order(index):
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ((None, 0), "out of order inside"),
+        ((None, 2), "out of order inside"),
+        ((None,) * 5, "has all of its 4 states"),
+    ],
+)
+def test_traced_pushes_that_are_refused(indices, words):
     dlcl = DLCL(3, DIM)
 
     def run(x):
         history = DepthHistory()
-        return dlcl(dlcl(x, history), history, index=index)
+        for index in indices:
+            x = dlcl(x, history, index=index)
+        return x
 
-    with pytest.raises(Exception, match="out of order inside"):
+    with pytest.raises(Exception, match=words):
         compiled(run)[0](torch.randn(3, DIM))

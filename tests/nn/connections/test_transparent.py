@@ -52,6 +52,7 @@ def test_values_and_gradients(layers, count, dim, norm, poison, backend):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_compiled_it_is_one_graph():
     module, states = made(3, 2, 4, "pre", dropout=0.0)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
