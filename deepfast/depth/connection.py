@@ -106,7 +106,7 @@ class DepthConnection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        p = next(self.parameters(), None)
+        p: Tensor | None = next(self.parameters(), None)
         if p is None:
             # Raises, with the name of a parameter that is missing.
             p = self.traced_weights()

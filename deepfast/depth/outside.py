@@ -100,16 +100,16 @@ class _LaterRows(torch.autograd.Function):
     def forward(ctx, run, _token):
         ctx.run = run
         run.ahead.clear()
-        out, lse = run.states.new_empty(len(run.later), *run.states.shape[1:]), []
+        out, parts = run.states.new_empty(len(run.later), *run.states.shape[1:]), []
         for start in run.later[:: run.schedule.block]:
             end = min(start + run.schedule.block, run.later.stop)
             stats = run.mix_block(out[start - run.rows : end - run.rows], start, end)
             if stats is not None:
-                lse.append(stats[: end - start, 0] + stats[: end - start, 1].log())
+                parts.append(stats[: end - start, 0] + stats[: end - start, 1].log())
         ctx.set_materialize_grads(False)
-        if not lse:
+        if not parts:
             return out, None
-        lse = torch.cat(lse)
+        lse = torch.cat(parts)
         ctx.save_for_backward(out, lse)
         return out, lse
 
