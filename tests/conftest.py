@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,8 @@ def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # With several workers each has a core.
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    # Most tensors here are tiny, and with several workers each has a core.
+    torch.set_num_threads(1)
 
 
 # These take minutes. They start first, so that the workers finish at about the same time.
@@ -247,21 +248,42 @@ def python():
     return run
 
 
-@pytest.fixture(scope="module")
-def agree_on_two_ranks(request, python):
-    """Checks one of the module's FORMS in what two ranks print that ran its STEPS for all of them:
-    starting them takes longer than their steps."""
+@pytest.fixture
+def one_rank():
+    """The process group of this process alone."""
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
-    module = request.module
-    said = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(module.STEPS),
-        *module.FORMS, OMP_NUM_THREADS="1",
-    ).stdout  # fmt: skip
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
-    def check(form):
-        # The ranks share one pipe: their lines may run together.
-        for rank in (0, 1):
-            assert said.count(f"{form}: rank {rank} agrees") == 1, said
 
-    return check
+@pytest.fixture
+def agree_on_ranks(tmp_path):
+    """``agree_on_ranks(count, step, forms)`` runs ``step`` of every form in ``count`` processes
+    of gloo. The parts of a form, which slashes divide, are the arguments of ``step``."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch without distributed")
+
+    def run(count, step, forms):
+        args = tmp_path / "store", count, step, forms
+        # A new process takes seconds to import torch. CUDA and autograd's threads cannot be forked.
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        torch.multiprocessing.start_processes(_rank, args, count, start_method=method)
+
+    return run
+
+
+def _rank(rank, store, count, step, forms):
+    torch.distributed.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=120)
+    )
+    for form in forms:
+        try:
+            step(*form.split("/"))
+        except Exception as error:
+            error.add_note(f"{form}, rank {rank}")
+            raise
+    torch.distributed.destroy_process_group()

@@ -24,12 +24,6 @@ def test_each_example_has_a_test():
         assert path.name.startswith("__") or f'"{path.name}"' in text, path.name
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
-
-
 @pytest.fixture
 def load():
     """Imports an example by its file name."""
@@ -102,24 +96,13 @@ def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     assert ("layers stay" in capsys.readouterr().out) == (not static)
 
 
-@pytest.fixture
-def one_process():
-    """A process group of this process alone."""
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("torch without distributed")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_fsdp(load, one_process, capsys):
+def test_fsdp(load, one_rank, capsys):
     losses = load("fsdp.py").train(layers=2, dim=16, steps=10)
     assert losses[-1] < losses[0]
     assert "saved and loaded: True" in capsys.readouterr().out
 
 
-def test_pipeline(load, one_process, capsys):
+def test_pipeline(load, one_rank, capsys):
     losses = load("pipeline.py").train(layers=2, dim=16, steps=12, pieces=2)
     assert losses[-1] < losses[0]
     assert "gathered " in capsys.readouterr().out

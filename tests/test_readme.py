@@ -19,12 +19,6 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    with threads(1):
-        yield
-
-
 # The widths and the vocabulary of the first pages, and smaller ones.
 SMALLER = {"256": "16", "1024": "32", "32000": "100"}
 

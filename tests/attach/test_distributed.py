@@ -1,36 +1,66 @@
-"""Connected and patched models, replicated (DDP) and sharded (FSDP2) on the CPU."""
+"""Connected and patched models, replicated (DDP) and sharded (FSDP2) on the CPU, each against the
+plain one in the same process."""
 
+import copy
 import importlib.util
-from pathlib import Path
 
-import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-STEPS = Path(__file__).with_name("distributed_steps.py")
-MODELS = ["torch pre-norm:keep", "torch pre-norm:history", "sequential:keep", "sequential:history"]
+import deepfast
+from tests.attach.models import CASES, assert_same, batch, perturbed
+
+MODELS = ["torch pre-norm/keep", "torch pre-norm/history", "sequential/keep", "sequential/history"]
 if importlib.util.find_spec("transformers") is not None:
-    MODELS += ["bert:keep", "bert:history", "bart:keep", "bert:patch", "llama:patch"]
-FORMS = [f"{form}:{model}" for form in ("ddp", "fsdp") for model in MODELS]
+    MODELS += ["bert/keep", "bert/history", "bart/keep", "bert/patch", "llama/patch"]
+FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks(agree_on_two_ranks, form):
-    agree_on_two_ranks(form)
+def fsdp(model, case):
+    """Each layer is a unit, and so is an output layer of its own; the connection is in the unit of
+    its parent or of the model."""
+    for layer in case.layers(model):
+        fully_shard(layer)
+    if hasattr(model, "lm_head") and not model.config.tie_word_embeddings:
+        fully_shard(model.lm_head)
+    return fully_shard(model)
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    if not dist.is_available():
-        pytest.skip("torch without distributed")
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def step(form, name, what):
+    """what: the memory policy of a connected model, or "patch"."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    plain, inputs = perturbed(case.make()), batch(padded=True)
+    if what != "patch":
+        case.connect(plain, memory=what)
+    wrapped = copy.deepcopy(plain)
+    if what == "patch":
+        deepfast.patch(wrapped)
+
+    def loss(model):
+        if what == "patch":
+            return model(**inputs).loss
+        # Each rank has its own.
+        return (case.run(model) - dist.get_rank()).square().mean()
+
+    loss(plain).backward()
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    for grad in expected.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    wrapped = DistributedDataParallel(wrapped) if form == "ddp" else fsdp(wrapped, case)
+    for _ in range(2):
+        wrapped.zero_grad()
+        loss(wrapped).backward()
+    found = {
+        n.removeprefix("module."): p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+        for n, p in wrapped.named_parameters()
+    }
+    assert_same(found, expected, 1e-5 if what == "patch" else 1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_rank(one_rank, form):
-    """The same steps in this process."""
-    from tests.attach.distributed_steps import step
-
-    step(*form.split(":"))
+def test_two_ranks(agree_on_ranks):
+    agree_on_ranks(2, step, FORMS)
