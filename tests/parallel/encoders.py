@@ -20,10 +20,7 @@ CONNECTIONS = {
     "dlcl, rms, post-norm": {"norm": "post", "norm_kind": "rms"},
     "dlcl, window": {"dlcl": {"window": 3}},
     "denseformer": {"connection": "denseformer"},
-    "denseformer, dilation": {
-        "connection": "denseformer",
-        "dlcl": {"dilation": 2, "period": 3},
-    },
+    "denseformer, dilation": {"connection": "denseformer", "dlcl": {"dilation": 2, "period": 3}},
     "attnres": {"connection": "attnres"},
     "attnres, one read": {"connection": "attnres", "reads": 1},
     "block_attnres": {"connection": "block_attnres", "block": 2},
@@ -75,18 +72,13 @@ def run(stages, x, padding):
     return payload[0], crossed[:-1]
 
 
-def staged_step(model, stages, x, target, padding, pieces=1):
-    """The same as `whole_step` through stages, one after another, in ``pieces`` microbatches. All
-    of them go forward before the first one goes backward."""
+def staged_step(stages, model, x, target, padding):
+    """The same as `whole_step` through stages, one after another."""
     parts = split(model, stages)
     x = x.clone().requires_grad_()
-    passes = [
-        loss(run(parts, *piece[:2])[0], piece[2]) / pieces
-        for piece in zip(*(t.chunk(pieces) for t in (x, padding, target)), strict=True)
-    ]
-    for found in passes:
-        found.backward()
-    return {"loss": torch.stack(passes).sum().detach(), "x": x.grad} | gradients(parts)
+    found = loss(run(parts, x, padding)[0], target)
+    found.backward()
+    return {"loss": found.detach(), "x": x.grad} | gradients(parts)
 
 
 def gradients(parts):
@@ -94,5 +86,6 @@ def gradients(parts):
     found = {}
     for part in parts:
         for name, p in part.named_parameters():
-            found[name] = found.get(name, 0) + p.grad
+            if p.grad is not None:
+                found[name] = found.get(name, 0) + p.grad
     return found

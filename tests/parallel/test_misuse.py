@@ -9,79 +9,72 @@ import torch.distributed as dist
 from torch import nn
 
 from deepfast.nn import DLCL, TransformerDecoder, TransformerEncoder
-from deepfast.parallel import edge_payload, split, sum_connection_gradients
+from deepfast.parallel import edge_payload, shard_tokens, split, sum_connection_gradients
 from tests.parallel.encoders import CONNECTIONS, batch, encoder, loss, run
+
+X, TARGET, PADDING = batch()
 
 
 def backward(stages):
-    x, target, padding = batch()
-    loss(run(stages, x, padding)[0], target).backward()
+    loss(run(stages, X, PADDING)[0], TARGET).backward()
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        (5, "split: 4 layers make at most as many stages, got 5"),
-        (0, "split: stages must be a whole number of at least 1, got 0"),
-        (2.0, "split: stages must be a whole number of at least 1, got 2.0"),
-        ([1, 2], r"must add up to 4, got \[1, 2\]"),
-        ([4, 0], "layers of a stage must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_stages(stages, message):
-    with pytest.raises(ValueError, match=message):
-        split(encoder(4), stages)
-    with pytest.raises(ValueError, match=message):
-        edge_payload(DLCL(4, 8), stages)
+def call(stage, *payload, **options):
+    """A call of one stage of two."""
+    return split(encoder(4), 2)[stage](*payload, **options)
 
 
-@pytest.mark.parametrize("connection", ["residual", "latent", "mudd"])
-def test_connections(connection):
-    with pytest.raises(ValueError, match=f"must be one of dlcl, denseformer.* got '{connection}'"):
-        split(TransformerEncoder(4, 16, 2, 16, connection=connection), 2)
-
-
-def test_other_modules():
-    with pytest.raises(TypeError, match="must be a TransformerEncoder, got TransformerDecoder"):
-        split(TransformerDecoder(4, 16, 2, 16), 2)
-    with pytest.raises(TypeError, match="expected a DLCL or AttentionResiduals, got Linear"):
-        edge_payload(nn.Linear(2, 2), 2)
-    with pytest.raises(ValueError, match=r"must contain an EncoderStage, got \['Linear'\]"):
-        sum_connection_gradients([nn.Linear(2, 2)])
-    with pytest.raises(TypeError, match="stages must be a list of modules, got EncoderStage"):
-        sum_connection_gradients(split(encoder(4), 2)[0])
-
-
-def test_operands():
-    first, second = split(encoder(4), 2)
-    x, _, padding = batch()
-    with pytest.raises(TypeError, match="stage 1 of 2: expected 2 tensors, got 1"):
-        second(x)
-    with pytest.raises(TypeError, match="stage 0 of 2: expected 1 tensors, got 2"):
-        first(x, x)
-    with pytest.raises(ValueError, match=r"stage 0 of 2: expected \(B, S, 12\), got \(5, 12\)"):
-        first(x[0])
-    with pytest.raises(ValueError, match="stage 0 of 2: key_padding_mask must be bool"):
-        first(x, key_padding_mask=padding.float())
-
-
-def test_malformed_sums():
+def change_sums(change):
+    """The last stage of three, where the payload below it is changed."""
     stages = split(encoder(6, **CONNECTIONS["attnres"]), 3)
-    x, _, padding = batch()
-    _, crossed = run(stages, x, padding)
-    y, sums, lse = crossed[-1]
-    last = stages[-1]
-    rows = len(last.below.carried)
-    with pytest.raises(
-        ValueError, match=rf"tensor 1 must be \({rows}, 2, 5, 12\), got \(1, 2, 5, 12"
-    ):
-        last(y, sums[:1], lse)
-    with pytest.raises(
-        ValueError, match=rf"tensor 2 must be \({rows}, 2, 5\), got \({rows}, 2, 1\)"
-    ):
-        last(y, sums, lse[..., :1])
-    with pytest.raises(TypeError, match="stage 2 of 3: tensor 1 must be a tensor, got NoneType"):
-        last(y, None, lse)
+    stages[-1](*change(*run(stages, X, PADDING)[1][-1]))
+
+
+def connected(connection):
+    return TransformerEncoder(4, 16, 2, 16, connection=connection)
+
+
+CALLS = [
+    (lambda: split(encoder(4), 5), ValueError,
+     "split: 4 layers make at most as many stages, got 5"),
+    (lambda: split(encoder(4), 0), ValueError, "split: stages must be a whole number .* got 0"),
+    (lambda: split(encoder(4), 2.0), ValueError, "split: stages must be a whole number .* got 2.0"),
+    (lambda: split(encoder(4), [1, 2]), ValueError, r"must add up to 4, got \[1, 2\]"),
+    (lambda: edge_payload(DLCL(4, 8), [4, 0]), ValueError, "layers of a stage must be .* got 0"),
+    *((lambda name=name: split(connected(name), 2), ValueError,
+       f"must be one of dlcl, denseformer.* got '{name}'") for name in ("residual", "mudd")),
+    (lambda: split(TransformerDecoder(4, 16, 2, 16), 2), TypeError,
+     "must be a TransformerEncoder, got TransformerDecoder"),
+    (lambda: edge_payload(nn.Linear(2, 2), 2), TypeError,
+     "expected a DLCL or AttentionResiduals, got Linear"),
+    (lambda: sum_connection_gradients([nn.Linear(2, 2)]), ValueError,
+     r"must contain an EncoderStage, got \['Linear'\]"),
+    (lambda: sum_connection_gradients(split(encoder(4), 2)[0]), TypeError,
+     "stages must be a list of modules, got EncoderStage"),
+    (lambda: call(1, X), TypeError, "stage 1 of 2: expected 2 tensors, got 1"),
+    (lambda: call(0, X, X), TypeError, "stage 0 of 2: expected 1 tensors, got 2"),
+    (lambda: call(0, X[0]), ValueError, r"stage 0 of 2: expected \(B, S, 12\), got \(5, 12\)"),
+    (lambda: call(0, X, key_padding_mask=PADDING.float()), ValueError,
+     "stage 0 of 2: key_padding_mask must be bool"),
+    (lambda: change_sums(lambda y, sums, lse: (y, sums[:1], lse)), ValueError,
+     r"tensor 1 must be \((\d), 2, 5, 12\), got \(1, 2, 5, 12"),
+    (lambda: change_sums(lambda y, sums, lse: (y, sums, lse[..., :1])), ValueError,
+     r"tensor 2 must be \((\d), 2, 5\), got \(\1, 2, 1\)"),
+    (lambda: change_sums(lambda y, sums, lse: (y, None, lse)), TypeError,
+     "stage 2 of 3: tensor 1 must be a tensor, got NoneType"),
+    (lambda: shard_tokens(nn.Linear(2, 2), None), TypeError,
+     "expected a DLCL or AttentionResiduals, got Linear"),
+    (lambda: shard_tokens(DLCL(2, 4), None), ValueError,
+     "mesh must be a DeviceMesh of one dimension, got None"),
+    (lambda: torch.compile(split(encoder(4), 2)[0], backend="eager", fullgraph=True)(X), Exception,
+     "cannot be compiled as a whole; compile its layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS)
+def test_calls(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_gradients_are_summed_once(one_rank):
@@ -123,9 +116,8 @@ def test_copies_that_have_drifted_apart(one_rank):
 @pytest.mark.parametrize("name", ["dlcl", "attnres"])
 def test_received_sums_that_change(name):
     first, second = split(encoder(4, **CONNECTIONS[name]), 2)
-    x, target, _ = batch()
-    payload = tuple(t.detach().requires_grad_() for t in first(x))
-    found = loss(second(*payload), target)
+    payload = tuple(t.detach().requires_grad_() for t in first(X))
+    found = loss(second(*payload), TARGET)
     with torch.no_grad():
         payload[1].add_(1)
     with pytest.raises(RuntimeError, match="expected the sums that a stage received as they were"):
@@ -135,19 +127,12 @@ def test_received_sums_that_change(name):
 def test_the_encoder_after_its_stages_have_trained():
     whole = encoder(4)
     stages = split(whole, 2)
-    x, _, _ = batch()
-    whole(x)
+    whole(X)
     backward(stages)
     torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.1).step()
     with pytest.raises(RuntimeError, match="load the state dicts of all stages into it first"):
-        whole(x)
+        whole(X)
     for again in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
-        again(x)
+        again(X)
     whole.load_state_dict({name: p for stage in stages for name, p in stage.state_dict().items()})
-    whole(x)
-
-
-def test_compiled_as_a_whole():
-    first, _ = split(encoder(4), 2)
-    with pytest.raises(Exception, match="cannot be compiled as a whole; compile its layers"):
-        torch.compile(first, backend="eager", fullgraph=True)(batch()[0])
+    whole(X)

@@ -1,5 +1,6 @@
 """An encoder in stages, run one after another in one process, agrees with the whole encoder."""
 
+import functools
 import gc
 import weakref
 
@@ -14,6 +15,7 @@ from tests.parallel.encoders import (
     DIM,
     batch,
     encoder,
+    gradients,
     loss,
     run,
     staged_step,
@@ -21,38 +23,20 @@ from tests.parallel.encoders import (
 )
 
 
-def steps(dtype, layers, stages, pieces=1, sentences=2, **options):
-    def model(dtype):
-        return encoder(layers, dtype, **options)
-
-    got = staged_step(model(dtype), stages, *batch(sentences, dtype), pieces)
-    return got, whole_step(model(dtype), *batch(sentences, dtype)), model
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("layers", [4, 7])
-@pytest.mark.parametrize("name", CONNECTIONS)
-def test_float64(name, layers, stages):
-    got, expected, _ = steps(torch.float64, layers, stages, **CONNECTIONS[name])
+def assert_same(got, expected):
     assert got.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("pieces", [1, 2, 8])
-@pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "block_attnres"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_microbatches(tolerances, dtype, name, pieces):
-    """Of several microbatches every one is in flight at once."""
-    options = CONNECTIONS[name]
-    got, whole, model = steps(dtype, 5, 3, pieces, 8, **options)
-    if dtype == torch.float64:
-        for key, value in whole.items():
-            torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
-        return
-    exact = whole_step(model(torch.float64), *batch(8, torch.float64))
-    tolerances.assert_all_accurate(got, whole, exact, dtype)
+@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (4, 4), (7, 3), (6, [1, 4, 1])])
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_float64(name, layers, stages):
+    got, expected = (
+        step(encoder(layers, torch.float64, **CONNECTIONS[name]), *batch(dtype=torch.float64))
+        for step in (functools.partial(staged_step, stages), whole_step)
+    )
+    assert_same(got, expected)
 
 
 @pytest.mark.each_value
@@ -60,9 +44,10 @@ def test_microbatches(tolerances, dtype, name, pieces):
 @pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "attnres, one read"])
 def test_memory_policies(name, memory):
     """A policy changes no bit of a stage."""
-    options = CONNECTIONS[name]
-    kept, _, _ = steps(torch.float32, 7, 3, **options)
-    got, _, _ = steps(torch.float32, 7, 3, memory=memory, **options)
+    kept, got = (
+        staged_step(3, encoder(5, memory=policy, **CONNECTIONS[name]), *batch())
+        for policy in ("keep", memory)
+    )
     for key, value in kept.items():
         assert torch.equal(got[key], value), key
 
@@ -87,15 +72,14 @@ def test_other_attention_residuals(options, stages):
                 p += 0.3 * torch.randn(p.shape, generator=generator)
         return made
 
-    expected = whole_step(model(), *batch(dtype=torch.float64))
-    got = staged_step(model(), stages, *batch(dtype=torch.float64))
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
+    operands = batch(dtype=torch.float64)
+    assert_same(staged_step(stages, model(), *operands), whole_step(model(), *operands))
 
 
 def test_policies_of_layers():
     memory = ["keep", "lean", "leaner", "states", "history"]
     stages = split(encoder(5, memory=memory), 2)
+    assert [len(stage.layers) for stage in stages] == [3, 2]
     assert [stage.policies for stage in stages] == [tuple(memory[:3]), tuple(memory[3:])]
 
 
@@ -103,9 +87,10 @@ def test_policies_of_layers():
 @pytest.mark.parametrize("name", ["dlcl", "attnres"])
 def test_backends(any_backend, tolerances, name):
     options = CONNECTIONS[name]
-    got, whole, _ = steps(torch.float32, 3, 2, backend=any_backend, **options)
+    got = staged_step(2, encoder(3, backend=any_backend, **options), *batch())
+    plain = whole_step(encoder(3, backend=any_backend, **options), *batch())
     exact = whole_step(encoder(3, torch.float64, **options), *batch(dtype=torch.float64))
-    tolerances.assert_all_accurate(got, whole, exact, torch.float32)
+    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["dlcl", "attnres"])
@@ -119,13 +104,6 @@ def test_autocast(name):
         loss(out, target).backward()
     assert {t.dtype for payload in crossed for t in payload[:2]} == {torch.bfloat16}
     torch.testing.assert_close(out, whole, rtol=0.05, atol=0.05)
-
-
-def test_counts_of_layers():
-    got, expected, _ = steps(torch.float64, 6, [1, 4, 1])
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=key)
-    assert [len(stage.layers) for stage in split(encoder(7), 3)] == [3, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["dlcl", "attnres"])
@@ -150,12 +128,9 @@ def test_frozen_parameters(name, frozen):
     whole, parts = model(), split(model(), 3)
     loss(whole(x, padding), target).backward()
     loss(run(parts, x, padding)[0], target).backward()
-    for key, p in whole.named_parameters():
-        copies = [dict(part.named_parameters()).get(key) for part in parts]
-        grads = [copy.grad for copy in copies if copy is not None and copy.grad is not None]
-        assert bool(grads) == (p.grad is not None), key
-        if grads:
-            torch.testing.assert_close(sum(grads), p.grad, rtol=1e-12, atol=1e-12, msg=key)
+    got = gradients(parts)
+    expected = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
+    assert_same(got, expected)
 
 
 def test_checkpoint_of_the_whole_and_back():
@@ -195,24 +170,12 @@ def test_dropout():
 
     def step(memory):
         torch.manual_seed(7)
-        model = encoder(5, dropout=0.3, memory=memory)
-        return staged_step(model, 2, *batch())
+        return staged_step(2, encoder(5, dropout=0.3, memory=memory), *batch())
 
     first = step("keep")
     assert all(torch.equal(first[key], value) for key, value in step("history").items())
     whole = whole_step(encoder(5, dropout=0.0), *batch())
     assert not torch.allclose(first["loss"], whole["loss"])
-
-
-def test_what_a_stage_is():
-    first, second = split(encoder(5), 2)
-    assert (first.index, first.stages, first.below) == (0, 2, None)
-    assert first.above is second.below
-    assert second.above is None
-    names = {name for name, _ in TransformerEncoder(5, DIM, 2, 16).named_parameters()}
-    for stage in (first, second):
-        assert {name for name, _ in stage.named_parameters()} <= names
-    assert not any(name.startswith("layers.3") for name, _ in first.named_parameters())
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])

@@ -118,13 +118,6 @@ def test_two_ranks(agree_on_ranks):
     agree_on_ranks(2, step, FORMS)
 
 
-def test_misuse():
-    with pytest.raises(TypeError, match="expected a DLCL or AttentionResiduals, got Linear"):
-        shard_tokens(nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match="mesh must be a DeviceMesh of one dimension, got None"):
-        shard_tokens(DLCL(2, 4), None)
-
-
 def test_misuse_of_a_mesh(one_rank, monkeypatch):
     mesh, connection = init_device_mesh("cpu", (1,)), DLCL(2, 4)
     monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self: None)
