@@ -9,8 +9,7 @@ from torch import nn
 
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
-from deepfast.attach.memory import POLICIES
-from deepfast.attach.passes import NAME, Layers, Settings
+from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
 from deepfast.connections import BLOCKS, CONNECTIONS
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
@@ -117,7 +116,8 @@ def connect(
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
     parent.add_module(NAME, made.train(parent.training))
-    added, first = connection in ATTENTION_RESIDUALS, _first_argument(found[0])
+    added = connection in ATTENTION_RESIDUALS
+    first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
     attachment = Attachment(parent, found, Settings(where, added, first, memory, inplace))
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
@@ -234,9 +234,3 @@ def _make(layers: int, dim: int, norm: str | None, connection: str, options: dic
         raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
     block = {"block": -(-layers // BLOCKS)} if connection == "block_attnres" else {}
     return AttentionResiduals(layers, dim, **(block | options))
-
-
-def _first_argument(layer: nn.Module) -> str:
-    """The name of the first argument of a layer's forward."""
-    names = list(inspect.signature(layer.forward).parameters)
-    return names[0] if names else "hidden_states"

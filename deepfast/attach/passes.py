@@ -1,15 +1,24 @@
 """One forward pass of a connected parent, and what stands in the place of each layer during it."""
 
 import warnings
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from deepfast.attach.memory import Row, block, run_again, version
-from deepfast.depth.boundary import DepthHistory
+from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.depth.connection import DepthConnection
+from deepfast.depth.depth_pass import DepthPass
+from deepfast.memory.policies import RERUN
+from deepfast.nn.recompute import Kept
+from deepfast.nn.rerun import rerun
 from deepfast.ops import common
+
+POLICIES = ("keep", *RERUN)
+"""What autograd keeps of a layer beside its state: what the layer keeps; its input; nothing."""
 
 NAME = "depth_connection"
 """The connection's name among the children of its parent."""
@@ -32,17 +41,49 @@ class Settings(NamedTuple):
     """Whether backward may overwrite states with gradients."""
 
 
-class Pass:
-    """One forward pass of the parent.
+def block(memory: str, rows: int) -> int | None:
+    """Rows per block of a pass, see `deepfast.depth`; None is the default.
+
+    Backward holds two sums for every row of a block beside the states. Under "history" they take
+    about a ninth of the states' memory, and the mixture up to 1.5 times its least traffic.
+    """
+    return max(2, min(rows // 18, 8)) if memory == "history" else None
+
+
+def version(x: Tensor) -> int:
+    """How often x was modified in place; inference mode does not count it."""
+    return 0 if x.is_inference() else x._version
+
+
+class Row:
+    """Row k of the connection, the input of layer k.
 
     Args:
-        connection: receives the states.
+        x: the row, as the push returned it. This object does not keep it.
     """
 
+    def __init__(self, state: DepthPass | None, k: int, x: Tensor):
+        self.state, self.k, self.shape = state, k, x.shape
+        self.x, self.version = weakref.ref(x), version(x)
+
+    def is_still(self, x: Tensor) -> bool:
+        """Whether x is the row; a loop may pass on something else, such as a scaled row."""
+        return self.x() is x and version(x) == self.version
+
+    def __call__(self) -> tuple[Tensor]:
+        """Computes the row again from the states."""
+        x, normed = recompute_row(cast(DepthPass, self.state), self.k, None)
+        return ((x if normed is None else normed).view(self.shape),)
+
+
+class Pass:
+    """One forward pass of the parent. Its connection receives the states."""
+
     def __init__(self, connection: DepthConnection, settings: Settings):
-        self.connection = connection
-        self.where, self.added, self.input_name, self.memory, inplace = settings
-        self.history = DepthHistory(inplace=inplace, block=block(self.memory, connection.rows))
+        self.connection, self.settings, self.where = connection, settings, settings.where
+        self.history = DepthHistory(
+            inplace=settings.inplace, block=block(settings.memory, connection.rows)
+        )
         # The input of the next layer, as the push returned it; None inside torch.compile.
         self.row: Row | None = None
         self.learns = torch.is_grad_enabled()
@@ -76,27 +117,39 @@ class Pass:
                 f"{this} runs without gradients in a pass with gradients; where the loop "
                 "checkpoints its layers, use use_reentrant=False"
             )
-        name = self.input_name
+        name = self.settings.input_name
         if not args and name not in kwargs:
             raise TypeError(
                 f"{this} was called without {name}, its first argument, which must be the layer's "
                 "input"
             )
-        x = args[0] if args else kwargs[name]
+        x, named, rest = args[0] if args else kwargs[name], len(args) == 0, args[1:]
+        others = {key: value for key, value in kwargs.items() if not named or key != name}
+
+        def run(x: Tensor) -> Any:
+            return layer(**{name: x}, **others) if named else layer(x, *rest, **others)
+
         self._check(k, "input", x)
         if k == 0:
             x = self._push(x, 0)
-            args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
         eager = not torch.compiler.is_compiling()
-        given = [*args, *kwargs.values()]
+        given = [x, *rest, *others.values()]
         if eager and pushed == k + 1:
             self._check_passed_on(k, x, given)
+        again = self.settings.memory != "keep" and torch.is_grad_enabled()
         before = version(x) if eager else 0
-        result = self._run(k, layer, x, args, kwargs)
-        if eager and self.added and version(x) != before:
+        if not again:
+            result = run(x)
+        elif eager:
+            options = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
+            result = rerun(layer, run, (x,), self._inputs(this, x, options), options)
+        else:
+            result = checkpoint(run, x, use_reentrant=False)
+        if eager and (self.settings.added or again) and version(x) != before:
             raise RuntimeError(
-                f"{this} modifies its input in place, so what it adds is not known; attention "
-                "residuals need layers that do not"
+                f"{this} modifies its input in place; attention residuals, which store what a "
+                "layer adds to it, and memory policies that run the layer again need layers that "
+                "do not"
             )
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
@@ -105,31 +158,30 @@ class Pass:
                 f"{this} must return a tensor of its input's shape {tuple(x.shape)}, got "
                 f"{tuple(y.shape)}"
             )
-        following = self._push(y - x if self.added else y, k + 1)
+        following = self._push(y - x if self.settings.added else y, k + 1)
         if not isinstance(result, tuple):
             return following
         self.beside = [
             t for t in result[1:]
             if isinstance(t, Tensor) and t.shape == x.shape and not any(t is g for g in given)
         ]  # fmt: skip
-        rest = (following, *result[1:])
-        return type(result)(*rest) if hasattr(result, "_fields") else rest
+        returned = (following, *result[1:])
+        return type(result)(*returned) if hasattr(result, "_fields") else returned
 
-    def _run(self, k: int, layer: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Any:
-        """Layer k's result, under the memory policy."""
-        if self.memory == "keep" or not torch.is_grad_enabled():
-            return layer(*args, **kwargs)
-        rest, others = args[1:], dict(kwargs)
-        first = None if args else self.input_name
-        if first is not None:
-            del others[first]
-
-        def call(x: Tensor) -> Any:
-            return layer(x, *rest, **others) if first is None else layer(**{first: x}, **others)
-
-        every = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
-        row = self.row if self.memory == "history" and self.learns else None
-        return run_again(layer, self._named(k), x, row, call, every)
+    def _inputs(self, this: str, x: Tensor, options: dict) -> Callable[[], tuple[Tensor]]:
+        """What gives x again in backward, which runs layer ``this`` again with ``options``."""
+        for name, value in options.items():
+            # The caches of transformers.
+            if value is not None and hasattr(value, "get_seq_length"):
+                raise RuntimeError(
+                    f"{this} takes a cache ({name}), and would fill it twice under this memory "
+                    "policy; pass use_cache=False, or connect with memory='keep'"
+                )
+        row = self.row if self.settings.memory == "history" and self.learns else None
+        if row is not None and row.is_still(x):
+            return row
+        kept = Kept(x)
+        return lambda: (kept(),)
 
     def _check_passed_on(self, k: int, x: Tensor, given: list) -> None:
         """Warns where x, the input of layer k, is not what the call of layer k - 1 returned, or

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 
 from deepfast import checks
-from deepfast.attach.memory import POLICIES
 from deepfast.attach.parent import attachment_of, connect
-from deepfast.attach.passes import NAME
+from deepfast.attach.passes import NAME, POLICIES
 
 CONFIG = "depth_connections"
 """The attribute of a model's config that lists its connections, each by the arguments of

@@ -248,6 +248,8 @@ def test_layers_that_run_without_their_parent_are_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outer(X).sum().backward()
+        outer.encoder(X)
+        outer(X)
         layer(X)
 
 
