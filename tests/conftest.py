@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import importlib.util
+import importlib
 import os
 import signal
 import subprocess
@@ -80,30 +80,21 @@ def _seed():
     torch.manual_seed(0)
 
 
-def _module(name):
-    """A plain module beside this file; importlib mode has no sibling imports."""
-    path = Path(__file__).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def tolerances():
     """The table of tolerances and the assertions on it."""
-    return _module("tolerances")
+    return importlib.import_module("tests.tolerances")
 
 
 @pytest.fixture(scope="session")
 def written_out():
     """Transformer layers and stacks in plain PyTorch, for models of its DIM and HEADS."""
-    return _module("nn/written_out")
+    return importlib.import_module("tests.nn.written_out")
 
 
 @pytest.fixture(scope="session")
 def _emulated_library():
-    build = _module("cuda/build")
+    build = importlib.import_module("tests.cuda.build")
     if build.compiler() is None:
         pytest.skip("no C++ compiler was found: the CUDA kernels are not emulated")
     torch.ops.load_library(build.build())

@@ -72,9 +72,7 @@ def _broken_segment(text: str, node: ast.AST) -> tuple[str, str] | None:
         case ast.BinOp() | ast.Compare() | ast.BoolOp():
             first = node.values[0] if isinstance(node, ast.BoolOp) else node.left
             start = first.end_col_offset - node.col_offset
-            found = re.match(
-                r"[\s)]*(//|<=|>=|==|!=|[-+*/<>]|and|or|is(?= (?!not)))\s", text[start:]
-            )
+            found = _OPERATOR.match(text[start:])
             if found and found[1] in SWAPS:
                 at = start + found.start(1)
                 return text, text[:at] + SWAPS[found[1]] + text[at + len(found[1]) :]

@@ -18,16 +18,10 @@ def test_what_is_right_passes():
 @pytest.mark.parametrize(
     ("check", "sentence"),
     [
-        (
-            lambda: checks.whole("op", size=0),
-            "op: size must be a whole number of at least 1, got 0",
-        ),
+        (lambda: checks.whole("op", size=0), "op: size must be a whole number of at .* 1, got 0"),
         (lambda: checks.whole("op", size=True), "of at least 1, got True"),
         (lambda: checks.whole("op", size=2.0), "of at least 1, got 2.0"),
-        (
-            lambda: checks.whole("op", 0, 3, rank=4),
-            "rank must be a whole number from 0 to 3, got 4",
-        ),
+        (lambda: checks.whole("op", 0, 3, rank=4), "rank must be a whole .* from 0 to 3, got 4"),
         (lambda: checks.number("op", alpha=-0.1), "alpha must be a number of at least 0, got -0.1"),
         (lambda: checks.number("op", alpha=math.nan), "of at least 0, got nan"),
         (lambda: checks.number("op", alpha=math.inf), "of at least 0, got inf"),
@@ -40,7 +34,7 @@ def test_what_is_right_passes():
         (lambda: checks.choice("op", ("a", None), kind=numpy.zeros(2)), "a, None, got array.*"),
         (lambda: checks.choice("op", ("a", None), kind=0), "kind must be one of a, None, got 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_a_sentence(check, sentence):
     with pytest.raises(ValueError, match=f"{sentence}$"):
         check()

@@ -103,14 +103,6 @@ class EncoderStage(nn.Module):
                 because microbatches have one shape.
         """
         name = f"stage {self.index} of {self.stages}"
-        expected = 1
-        if self.below is not None:
-            expected = self.below.tensors
-            if self.below.kind == "sums":
-                softmax = getattr(self.connection.part.whole, "weights", None) == "softmax"
-                expected = 1 + bool(self.below.carried) * (1 + softmax)
-        if len(payload) != expected:
-            raise TypeError(f"{name}: expected {expected} tensors, got {len(payload)}")
         self._check_payload(name, payload)
         batch, length = payload[0].shape[:2]
         packing = Packing.of(
@@ -125,17 +117,22 @@ class EncoderStage(nn.Module):
 
     def _check_payload(self, name: str, payload: tuple[Tensor, ...]) -> None:
         """Refuses other shapes than the stage below sends; copies would broadcast some of them."""
-        for i, y in enumerate(payload):
+        state = tuple(getattr(payload[0], "shape", ())) if payload else ()
+        shapes: list[tuple[int, ...]] = [state]
+        if self.below is not None and self.below.kind == "states":
+            shapes = [state] * self.below.tensors
+        elif self.below is not None and self.below.carried:
+            rows = len(self.below.carried)
+            shapes = [state, (rows, *state)]
+            if getattr(self.connection.part.whole, "weights", None) == "softmax":
+                shapes.append((rows, *state[:2]))
+        if len(payload) != len(shapes):
+            raise TypeError(f"{name}: expected {len(shapes)} tensors, got {len(payload)}")
+        for i, (y, shape) in enumerate(zip(payload, shapes, strict=True)):
             if not isinstance(y, Tensor):
                 raise TypeError(f"{name}: tensor {i} must be a tensor, got {type(y).__name__}")
-        state = tuple(payload[0].shape)
-        if len(state) != 3 or state[-1] != self.dim:
-            raise ValueError(f"{name}: expected (B, S, {self.dim}), got {state}")
-        shapes: list[tuple[int, ...]] = [state] * len(payload)
-        if self.below is not None and self.below.kind == "sums":
-            rows = len(self.below.carried)
-            shapes = [state, (rows, *state), (rows, *state[:2])][: len(payload)]
-        for i, (y, shape) in enumerate(zip(payload, shapes, strict=True)):
+            if i == 0 and (len(shape) != 3 or shape[-1] != self.dim):
+                raise ValueError(f"{name}: expected (B, S, {self.dim}), got {shape}")
             if tuple(y.shape) != shape:
                 raise ValueError(f"{name}: tensor {i} must be {shape}, got {tuple(y.shape)}")
 

@@ -121,10 +121,9 @@ class TokenShards:
             weight, bias = self.summed(out_norm.weight, out_norm.bias)
             out_norm = out_norm._replace(weight=weight, bias=bias)
         if p > 0:
-            kept = functools.partial(
-                self._kept, y.shape, self.length, y.new_ones(1, y.shape[-1]), p
-            )
-            y = _Dropout.apply(y, p, functools.partial(kept, seed))
+            one = y.new_ones(1, y.shape[-1])
+            kept = functools.partial(self._kept, y.shape, self.length, one, p, seed)
+            y = _Dropout.apply(y, p, kept)
         return y, out_norm
 
     def _kept(self, shape: torch.Size, length: int, one: Tensor, p: float, seed: Tensor) -> Tensor:
