@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from deepfast.attach import connect, connected, disconnect
     from deepfast.integrations.patch import patch
 
-PACKAGES = ("integrations", "memory", "mt", "nn", "ops", "parallel")
 FUNCTIONS = {
     "connect": "attach",
     "connected": "attach",
@@ -45,10 +44,10 @@ __all__ = [
 
 def __getattr__(name: str):
     # Imported on first use: torch takes seconds to import, and no part needs all the others.
-    if name in PACKAGES:
-        return importlib.import_module(f"deepfast.{name}")
     if name in FUNCTIONS:
         return getattr(importlib.import_module(f"deepfast.{FUNCTIONS[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"deepfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

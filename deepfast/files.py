@@ -68,15 +68,10 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """
     # Write what a link points to; the link stays.
     path = Path(path).resolve()
-    if path.exists() and not path.is_file():
-        # A pipe or a device must not be replaced by a file.
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-        return
+    # A pipe or a device must not be replaced by a file.
+    special = path.exists() and not path.is_file()
     try:
-        with replaced(path) as stream:
+        with open(path, "wb") if special else replaced(path) as stream:
             stream.write(content)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error

@@ -20,8 +20,6 @@ from deepfast.depth.boundary import PerThread
 
 
 class Open(PerThread):
-    """The pass that is open in each thread."""
-
     run: Pass | None = None
 
 
@@ -67,7 +65,7 @@ class Attachment:
 
     @property
     def run(self) -> Pass | None:
-        """The pass that is open."""
+        """The pass that is open in this thread."""
         if torch.compiler.is_compiling():
             return self.traced
         return self.traced if self.open.run is None else self.open.run

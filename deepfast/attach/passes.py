@@ -103,20 +103,7 @@ class Pass:
     def call(self, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Runs layer k and returns its result, in which the next layer's input replaces y."""
         pushed, this = len(self.history), self._named(k)
-        if pushed < k + (k > 0):
-            raise RuntimeError(
-                f"{self._named(max(pushed - 1, 0))} did not run before layer {k}; a depth "
-                "connection needs every layer in its order, without LayerDrop"
-            )
-        if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError(
-                f"{this} runs twice in one pass; a depth connection needs every layer once"
-            )
-        if self.learns and not torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{this} runs without gradients in a pass with gradients; where the loop "
-                "checkpoints its layers, use use_reentrant=False"
-            )
+        self._check_turn(k, pushed)
         name = self.settings.input_name
         if not args and name not in kwargs:
             raise TypeError(
@@ -147,9 +134,8 @@ class Pass:
             result = checkpoint(run, x, use_reentrant=False)
         if eager and (self.settings.added or again) and version(x) != before:
             raise RuntimeError(
-                f"{this} modifies its input in place; attention residuals, which store what a "
-                "layer adds to it, and memory policies that run the layer again need layers that "
-                "do not"
+                f"{this} modifies its input in place; attention residuals need layers that do not, "
+                "and so does every memory policy but 'keep'"
             )
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
@@ -167,6 +153,24 @@ class Pass:
         ]  # fmt: skip
         returned = (following, *result[1:])
         return type(result)(*returned) if hasattr(result, "_fields") else returned
+
+    def _check_turn(self, k: int, pushed: int) -> None:
+        """Raises where layer k is not the next one, or runs under another grad mode."""
+        this = self._named(k)
+        if pushed < k + (k > 0):
+            raise RuntimeError(
+                f"{self._named(max(pushed - 1, 0))} did not run before layer {k}; a depth "
+                "connection needs every layer in its order, without LayerDrop"
+            )
+        if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"{this} runs twice in one pass; a depth connection needs every layer once"
+            )
+        if self.learns and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{this} runs without gradients in a pass with gradients; where the loop "
+                "checkpoints its layers, use use_reentrant=False"
+            )
 
     def _inputs(self, this: str, x: Tensor, options: dict) -> Callable[[], tuple[Tensor]]:
         """What gives x again in backward, which runs layer ``this`` again with ``options``."""

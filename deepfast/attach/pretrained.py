@@ -60,7 +60,7 @@ def connected(
         raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
     if memory is not None:
         checks.choice("deepfast.connected", POLICIES, memory=memory)
-    settings = getattr(base, "connections", ())
+    plain, settings, running = getattr(base, "connected_parts", (base, (), {}))
     given = _given(layers=layers, connection=connection, dim=dim)
     if parent is None:
         named = [*given, *_given(**options), *(["norm"] if norm is not _NOT_GIVEN else [])]
@@ -74,37 +74,27 @@ def connected(
             raise TypeError('deepfast.connected: expected norm="pre", "post" or None')
         checks.choice("deepfast.connected", ("pre", "post", None), norm=norm)
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    running = getattr(base, "connection_running", {}) | _given(memory=memory, inplace=inplace)
-    return _make(_plain(base), settings, running)
+    return _make(plain, settings, running | _given(memory=memory, inplace=inplace))
 
 
-def _plain(base: type) -> type:
-    return base.__mro__[2] if issubclass(base, _Connected) else base
-
-
-def _make(base: type, settings: tuple[dict, ...], running: dict) -> type:
-    body = {
-        "__doc__": base.__doc__,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "connections": settings,
-        "connection_running": running,
-    }
+def _make(base: type, *parts) -> type:
     # transformers looks at the names of classes, to choose the loss for example.
+    copied = ("__doc__", "__module__", "__qualname__")
+    body = {name: getattr(base, name) for name in copied} | {"connected_parts": (base, *parts)}
     return type(base.__name__, (_Connected, base), body)
 
 
 class _Connected:
     """What a connected class adds to its base."""
 
-    connections: ClassVar[tuple[dict, ...]] = ()
-    """The settings of its connections; empty where the config has them."""
-    connection_running: ClassVar[dict] = {}
-    """The arguments of `connect` that say how a pass runs; they are not in the config."""
+    connected_parts: ClassVar[tuple[type, tuple[dict, ...], dict]]
+    """The base; the settings of the connections, none where the config has them; and the arguments
+    of `connect` that say how a pass runs, which the config does not have."""
 
     def __init__(self, config, *args, **kwargs):
+        _, connections, running = self.connected_parts
         saved = getattr(config, CONFIG, None)
-        wanted = [dict(s) for s in self.connections] or saved
+        wanted = [dict(s) for s in connections] or saved
         if not wanted:
             raise ValueError(
                 "deepfast.connected: the config has no depth connections; say which, as in "
@@ -124,8 +114,8 @@ class _Connected:
         # Submodules may have copies of the config.
         configs = [m.config for m in self.modules() if hasattr(m, "config")]  # type: ignore[attr-defined]
         for settings in wanted:
-            parent, options = settings["parent"], {**settings}
-            del options["parent"]
+            options = dict(settings)
+            parent = options.pop("parent")
             try:
                 module = self.get_submodule(parent)  # type: ignore[attr-defined]
             except AttributeError as error:
@@ -133,7 +123,7 @@ class _Connected:
                     f"deepfast.connected: parent must be the name of a submodule of "
                     f"{type(self).__name__}, got {parent!r} ({error})"
                 ) from error
-            connect(module, **self.connection_running, **options)
+            connect(module, **running, **options)
             attachment_of(module).handles.append(_Listed(configs, parent))
 
     @torch.no_grad()
@@ -146,8 +136,7 @@ class _Connected:
 
     def __reduce_ex__(self, protocol) -> Any:
         # The class has no name by which pickle finds it.
-        made = _plain(type(self)), self.connections, self.connection_running
-        return _empty, made, *super().__reduce_ex__(protocol)[2:]
+        return _empty, self.connected_parts, *super().__reduce_ex__(protocol)[2:]
 
 
 class _Listed:
@@ -175,7 +164,7 @@ def _reset_missing(module: torch.nn.Module) -> None:
             p.copy_(value)
 
 
-def _empty(base: type, settings: tuple[dict, ...], running: dict):
+def _empty(*parts):
     """For pickle: an instance of the connected class, before its state is set."""
-    cls: Any = _make(base, settings, running)
+    cls: Any = _make(*parts)
     return cls.__new__(cls)

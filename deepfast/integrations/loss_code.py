@@ -55,9 +55,9 @@ class Form(NamedTuple):
     """The name of its ``loss_function``; None for torch's CrossEntropyLoss."""
     options: bool
     """Whether the keywords of forward reach that function."""
-    off: tuple[str, ...]
+    off: list[str]
     """Arguments of forward with which it runs other code."""
-    settings: tuple[tuple[str, Any], ...]
+    settings: dict[str, Any]
     """Attributes of the model, and their values with which it runs this code."""
 
 
@@ -95,10 +95,7 @@ def read(model: nn.Module) -> Form:
             raise Unknown("its forward gives its loss_function other arguments than it gets")
     branches = _Branches(model, code)
     made = _logits(branches, at, match["loss"], match["logits"] or match["scores"])
-    return Form(
-        _head(model, made), function, bool(options), tuple(branches.off),
-        tuple(branches.settings.items()),
-    )  # fmt: skip
+    return Form(_head(model, made), function, bool(options), branches.off, branches.settings)
 
 
 def _code(module: nn.Module) -> ast.FunctionDef:

@@ -108,7 +108,7 @@ class _Model(Swapped):
         return (
             all(kwargs.get(name) is None for name in OTHER_LOGITS)
             and not any(kwargs.get(name) for name in form.off)
-            and all(loss_code.lookup(self, path) == value for path, value in form.settings)
+            and all(loss_code.lookup(self, path) == value for path, value in form.settings.items())
             and (form.function is None or loss_code.loss_function(self) == form.function)
         )
 
