@@ -14,13 +14,6 @@ from deepfast.mt.sweep import runs
 from deepfast.mt.training.checkpoint import save_checkpoint
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    """Tiny models gain nothing from a second thread, and lose much on a busy machine."""
-    with threads(1):
-        yield
-
-
 @pytest.fixture
 def in_process(monkeypatch):
     """Makes the runs of a sweep in this process, one after the other, as theirs would."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from deepfast.cli import main
 from deepfast.measure import memory_steps
@@ -15,14 +14,10 @@ from deepfast.measure.settings import QUICK
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick():
-    """At these sizes a second thread does not help. The deepest models do not depend on the
-    settings, and planning them takes a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """The deepest models do not depend on the settings, and planning them takes a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_steps, "deepest", functools.cache(memory_steps.deepest))
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
