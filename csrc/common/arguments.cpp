@@ -76,6 +76,21 @@ bool has_channels(const Tensor& t) {
 
 }  // namespace
 
+Storage storage_of(const Tensor& t, const char* launch, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return Storage::f32;
+    case ScalarType::Double:
+      return Storage::f64;
+    case ScalarType::BFloat16:
+      return Storage::bf16;
+    case ScalarType::Half:
+      return Storage::f16;
+    default:
+      DEEPFAST_CHECK(false, launch, ": ", name, ": expected float32, float64, bfloat16 or float16");
+  }
+}
+
 struct Arguments::Values {
   using Value = std::variant<std::monostate, Tensor, Tensors, std::vector<int64_t>, std::string,
                              int64_t, double, bool>;
@@ -159,19 +174,7 @@ Storage Arguments::storage(int i) const {
                  signature.operands[i].name, ": expected at least one tensor, got none");
   const Tensor& t = list != nullptr ? list->front() : *values_->tensor(i);
   values_->storage = t.scalar_type();
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return Storage::f32;
-    case ScalarType::Double:
-      return Storage::f64;
-    case ScalarType::BFloat16:
-      return Storage::bf16;
-    case ScalarType::Half:
-      return Storage::f16;
-    default:
-      DEEPFAST_CHECK(false, signature.name, ": ", signature.operands[i].name,
-                     ": expected float32, float64, bfloat16 or float16");
-  }
+  return storage_of(t, signature.name, signature.operands[i].name);
 }
 
 int64_t Arguments::size(std::initializer_list<SizeAt> places) const {

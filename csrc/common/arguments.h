@@ -32,6 +32,9 @@ struct SizeAt {
   int operand, dimension, added;
 };
 
+// The storage type of a tensor; `name` is its own in an error.
+Storage storage_of(const torch::stable::Tensor& t, const char* launch, const char* name);
+
 // Takes the arguments from the dispatcher's stack and owns them. `i` is an operand's number. A
 // missing tensor is null; any other that does not fit raises one sentence with its name.
 class Arguments {

@@ -16,25 +16,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-Storage storage_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return Storage::f32;
-    case ScalarType::Double:
-      return Storage::f64;
-    case ScalarType::BFloat16:
-      return Storage::bf16;
-    case ScalarType::Half:
-      return Storage::f16;
-    default:
-      DEEPFAST_CHECK(false, "expected float32, float64, bfloat16 or float16");
-  }
-}
-
 // A (T, D) tensor with contiguous columns.
 Matrix matrix(const Tensor& t, Storage storage, int64_t tokens, int64_t dim) {
   DEEPFAST_CHECK(t.is_cpu() && t.dim() == 2 && t.size(0) == tokens && t.size(1) == dim &&
-                     storage_of(t) == storage && (t.stride(1) == 1 || dim == 1 || tokens == 0),
+                     storage_of(t, "decoding", "a tensor") == storage &&
+                     (t.stride(1) == 1 || dim == 1 || tokens == 0),
                  "expected a tensor of shape (", tokens, ", ", dim,
                  "), in the dtype of the call, with contiguous columns");
   return {t.mutable_data_ptr(), t.stride(0)};
@@ -51,7 +37,8 @@ void* values_of(const Tensor& t, Storage storage, int64_t count) {
 
 // Keys or values (B, G, N, d) with contiguous channels.
 CacheView cache_view(const Tensor& t, Storage storage) {
-  DEEPFAST_CHECK(t.is_cpu() && t.dim() == 4 && storage_of(t) == storage &&
+  DEEPFAST_CHECK(t.is_cpu() && t.dim() == 4 &&
+                     storage_of(t, "cached_attention", "keys") == storage &&
                      (t.stride(3) == 1 || t.size(3) == 1),
                  "expected keys and values (B, G, N, d) in the dtype of q");
   return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
@@ -75,7 +62,7 @@ void cached_attention(Tensor q, OptionalTensor key, OptionalTensor value, Tensor
                       Tensor values, Tensor sentences, OptionalTensor columns,
                       OptionalTensor padding, Tensor out) {
   CachedAttention op{};
-  op.storage = storage_of(q);
+  op.storage = storage_of(q, "cached_attention", "q");
   op.keys = cache_view(keys, op.storage);
   op.values = cache_view(values, op.storage);
   const int64_t rows = q.size(0), batch = keys.size(0), length = keys.size(2);
@@ -121,7 +108,7 @@ void cached_attention(Tensor q, OptionalTensor key, OptionalTensor value, Tensor
 void best_tokens(Tensor logits, std::vector<int64_t> banned, int64_t eos, Tensor values,
                  Tensor tokens, Tensor of_eos) {
   BestTokens op{};
-  op.storage = storage_of(logits);
+  op.storage = storage_of(logits, "best_tokens", "logits");
   const int64_t rows = logits.size(0);
   op.vocabulary = logits.size(1);
   op.logits = matrix(logits, op.storage, rows, op.vocabulary);

@@ -134,6 +134,22 @@ class Partial {
   std::vector<char> data_;
 };
 
+// What a launch sums over all tokens, and the number of its values.
+struct Sum {
+  void*& target;
+  int64_t width;
+};
+
+// Runs a kernel of the table on the chunks, each with its partial row of every sum.
+template <class Launch>
+void run_sums(const Chunks& chunks, Kernel<Launch>* Kernels::* kernel, Launch& a,
+              std::initializer_list<Sum> sums) {
+  std::vector<Partial> partials;
+  for (const Sum& s : sums) partials.emplace_back(s.target, chunks.count(), s.width, a.storage);
+  chunks.run(kernel, a);
+  for (const Partial& partial : partials) partial.sum();
+}
+
 // The places of values (row, column) of a table with `columns` columns and `width` values each.
 inline std::vector<int64_t> places(const Indices& rows, const Indices& columns, int64_t count,
                                    int64_t width) {
