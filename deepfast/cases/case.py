@@ -63,6 +63,19 @@ class Rows(NamedTuple):
         return Stored(torch.randn(*self.lead, self.dim), self.apart, self.offset)
 
 
+def gains(*shape: int) -> Computed:
+    return Computed(1 + 0.3 * torch.randn(shape))
+
+
+def values(*shape: int) -> Computed:
+    return Computed(torch.randn(shape))
+
+
+def linear(outputs: int, inputs: int) -> Stored:
+    """A weight that keeps the size of what it is applied to."""
+    return Stored(torch.randn(outputs, inputs) / inputs**0.5)
+
+
 class Moved(NamedTuple):
     """What one direction of an op has to read and write."""
 

@@ -10,24 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import ops
-from deepfast.cases.case import Case, Computed, Moved, Rows, Stored, on_devices
+from deepfast.cases.case import (
+    Case,
+    Computed,
+    Moved,
+    Rows,
+    Stored,
+    gains,
+    linear,
+    on_devices,
+    values,
+)
 from deepfast.reference.peephole_lstm import cell
 
 SEED = 5
 EPS, RMS_EPS = 1e-5, 1e-6
-
-
-def gains(*shape: int) -> Computed:
-    return Computed(1 + 0.3 * torch.randn(shape))
-
-
-def values(*shape: int) -> Computed:
-    return Computed(torch.randn(shape))
-
-
-def linear(outputs: int, inputs: int) -> Stored:
-    """A weight that keeps the size of what it is applied to."""
-    return Stored(torch.randn(outputs, inputs) / inputs**0.5)
 
 
 def _norm(x: Tensor, weight=None, bias=None, *, rms: bool = False) -> Tensor:
@@ -384,11 +381,6 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
-def some_lengths(steps: int, batch: int) -> Tensor:
-    """(B,) int64 from 0 to ``steps``."""
-    return (torch.arange(batch) * 7 + steps) % (steps + 1)
-
-
 def loop_of_ops(f, weight, peephole, h0=None, c0=None, *, lengths=None, reverse=False):
     """`peephole_lstm` as a loop of torch's ops over all steps: h, and the last h and c. After the
     end of a sentence h is 0 and the state does not change."""
@@ -417,7 +409,7 @@ def peephole_lstm(
     }
     if begun:
         given |= {"h0": Rows((batch,), width).random(), "c0": values(batch, width)}
-    lengths = some_lengths(steps, batch) if begun else None
+    lengths = (torch.arange(batch) * 7 + steps) % (steps + 1) if begun else None
 
     def options(f):
         return {"lengths": None if lengths is None else lengths.to(f.device), "reverse": reverse}

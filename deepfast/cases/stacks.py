@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from deepfast.cases.case import Case, Computed, Rows
-from deepfast.cases.ops import gains, values
+from deepfast.cases.case import Case, Computed, Rows, gains, values
 from deepfast.depth.boundary import DepthHistory
 from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
 

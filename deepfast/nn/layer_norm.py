@@ -11,7 +11,7 @@ from deepfast import checks
 from deepfast.connections import names
 from deepfast.depth.depth_pass import OutNorm
 from deepfast.nn.recompute import Kept, Recompute, plain
-from deepfast.ops.layer_norm import compute, normalise
+from deepfast.ops.layer_norm import normalise
 
 
 class Norm(nn.Module):
@@ -68,11 +68,11 @@ class Norm(nn.Module):
         DLCL boundary computed n in 16 bits (policy "states"), because a boundary normalises x
         before it rounds x.
         """
-        source, norm, backend = Kept(x), self.keep_output(), self.backend
+        op, source, norm, backend = self.op, Kept(x), self.keep_output(), self.backend
 
         @torch.no_grad()
         def function() -> Tensor:
-            return compute(source(), None, *norm(), 0.0, None, backend)[0]
+            return normalise(op, source(), None, *norm(), 0.0, False, None, backend)  # type: ignore
 
         return Recompute(n, function)
 

@@ -10,7 +10,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, register
+from deepfast.ops.register import gradients, only_wanted, register
 from deepfast.reference.depth_attention import depth_attention as reference
 
 NORMS = ("rms", None)
@@ -54,9 +54,7 @@ def _fake(a):
 def _grad_forward(a):
     results = _grad_fake(a)
     launch, sources, query, scores = _launch_operands(a)
-    dsources, dquery, dscores = (
-        x if want else None for x, want in zip(results, a.wants, strict=True)
-    )
+    dsources, dquery, dscores = only_wanted(results, a.wants)
     hops, shape = a.most.shape[-1], sources[0].shape
     dsources = [d.view(shape) for d in dsources or ()]
     dlse = None if a.dlse is None else a.dlse.reshape(-1, hops).contiguous()

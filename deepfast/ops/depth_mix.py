@@ -14,7 +14,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, register
+from deepfast.ops.register import gradients, only_wanted, register
 from deepfast.reference.depth_mix import depth_mix as reference
 
 
@@ -54,9 +54,7 @@ def _fake(a):
 def _grad_forward(a):
     launch, shared = _launch_operands(a, a.mean, a.rstd)
     results = _grad_fake(a)
-    dsources, dweight, dnorm_weight, dnorm_bias = (
-        x if want else None for x, want in zip(results, a.wants, strict=True)
-    )
+    dsources, dweight, dnorm_weight, dnorm_bias = only_wanted(results, a.wants)
     launch.depth_mix_backward(
         **shared, dout=common.rows(a.dout),
         dsources=[d.view(shared["sources"][0].shape) for d in dsources or ()],

@@ -7,27 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.ops import common
+from deepfast.ops import common, norm
 from deepfast.ops.activation import compute as activate
 from deepfast.ops.activation import compute_grad as activate_grad
-from deepfast.ops.layer_norm import (
-    check,
-    compute,
-    compute_grads,
-    empty_grads,
-    empty_results,
-    kept_sum,
-    norm_gradients,
-    plain_norm,
-)
 from deepfast.ops.register import register
 from deepfast.reference.activation import KINDS, activation
 
 
 def _forward(a):
-    n, s, mean, rstd = compute(
-        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.rms, a.dropout_p, a.seed, a.backend
-    )
+    n, s, mean, rstd = norm.compute(a)
     h = _up(a, n)
     if not a.want_norm:
         n = a.x.new_empty(0)
@@ -63,7 +51,7 @@ def _activate(a, h):
 
 
 def _fake(a):
-    y, s, mean, rstd = empty_results(a.x, a.residual, a.rms, a.dropout_p)
+    y, s, mean, rstd = norm.empty_results(a)
     out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
     kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
     return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
@@ -76,10 +64,7 @@ def _grad_forward(a):
     else:
         relu, lean, kept, n = a.activation == "relu", a.kept.numel() == 0, a.kept, None
         if lean or want.dup:
-            # Recomputes n, with the same bits as in forward.
-            n, *_ = compute(
-                a.sum, None, a.norm_weight, a.norm_bias, a.eps, a.rms, 0.0, None, a.backend
-            )
+            n = norm.recomputed(a)
         if lean:
             kept = _up(a, n)
         hidden = kept if relu and (_in_product(a) or not lean) else _activate(a, kept)
@@ -98,11 +83,7 @@ def _grad_forward(a):
         through = dh.matmul(a.up)
         del dh
         dn = through if dn is None else through.add_(dn)
-    grads = compute_grads(
-        a.sum, dn, a.dsum, a.norm_weight, a.rms, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
-        a.backend,
-    )  # fmt: skip
-    return *grads, *products
+    return *norm.compute_grads(a, dn), *products
 
 
 def _empty_products(a, want, make):
@@ -115,10 +96,7 @@ def _empty_products(a, want, make):
 
 def _grad_fake(a):
     want = _feed_forward_grad.results._make(a.wants)
-    return (
-        *empty_grads(a.sum, a.rstd, a.wants[:4]),
-        *_empty_products(a, want, a.sum.new_empty),
-    )
+    return *norm.empty_grads(a), *_empty_products(a, want, a.sum.new_empty)
 
 
 def _products_flops(x, up, down) -> int:
@@ -144,7 +122,7 @@ _feed_forward_grad = register(
 
 
 def _plain(a):
-    n, s = plain_norm(a, a.norm_weight, a.norm_bias)
+    n, s = norm.plain_norm(a)
     h = F.linear(n, a.up)
     h = activation(
         h, a.activation, bias=a.up_bias, dropout_p=a.activation_p, seed=a.activation_seed
@@ -154,22 +132,16 @@ def _plain(a):
 
 def _setup(ctx, a, results):
     ctx.want_norm = a.want_norm
-    return {
-        "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
-        "norm_bias": common.detached(a.norm_bias), "up": a.up,
-        "up_bias": common.detached(a.up_bias), "down": a.down, "mean": results.mean,
-        "rstd": results.rstd, "kept": results.kept, "eps": a.eps, "rms": a.rms,
-        "dropout_p": a.dropout_p, "seed": a.seed, "activation": a.activation,
-        "activation_p": a.activation_p, "activation_seed": a.activation_seed, "backend": a.backend,
+    return norm.kept_to_recompute(ctx, a, results) | {
+        "up": a.up, "up_bias": common.detached(a.up_bias), "down": a.down, "kept": results.kept,
+        "activation": a.activation, "activation_p": a.activation_p,
+        "activation_seed": a.activation_seed,
     }  # fmt: skip
 
 
 def _backward(ctx, kept, grads):
-    dsum = grads.sum if ctx.changed else None
     dn = grads.n if ctx.want_norm else None
-    if grads.out is None and dsum is None and dn is None:
-        return {}
-    return norm_gradients(_feed_forward_grad, ctx, kept, dout=grads.out, dsum=dsum, dn=dn)
+    return norm.norm_gradients(_feed_forward_grad, ctx, kept, grads.sum, dout=grads.out, dn=dn)
 
 
 _feed_forward = register(
@@ -250,7 +222,7 @@ def feed_forward(
     Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     name = "feed_forward"
-    x, residual, dim = check(
+    x, residual, dim = norm.check(
         name, x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
     )
     checks.choice(name, KINDS, activation=activation)

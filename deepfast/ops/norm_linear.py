@@ -6,61 +6,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.ops import common
-from deepfast.ops.layer_norm import (
-    check,
-    compute,
-    compute_grads,
-    empty_grads,
-    empty_results,
-    kept_sum,
-    norm_gradients,
-    plain_norm,
-)
+from deepfast.ops import common, norm
 from deepfast.ops.register import register
 
 
 def _forward(a):
-    n, s, mean, rstd = compute(
-        a.x, a.residual, a.norm_weight, a.norm_bias, a.eps, a.rms, a.dropout_p, a.seed, a.backend
-    )
+    n, s, mean, rstd = norm.compute(a)
     return F.linear(n, a.weight, a.bias), s, mean, rstd
 
 
 def _fake(a):
-    _, s, mean, rstd = empty_results(a.x, a.residual, a.rms, a.dropout_p)
+    _, s, mean, rstd = norm.empty_results(a)
     return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])), s, mean, rstd
 
 
-def _empty_products(a, want, make):
+def _empty_products(a, make):
     """dweight and dbias, each without elements where it is not wanted."""
-    shape = a.weight.shape
-    return make(shape if want.dweight else 0), make(shape[0] if want.dbias else 0)
+    shape, (*_, want_weight, want_bias) = a.weight.shape, a.wants
+    return make(shape if want_weight else 0), make(shape[0] if want_bias else 0)
 
 
 def _grad_forward(a):
-    want, dn, n = _norm_linear_grad.results._make(a.wants), None, None
+    *_, want_weight, want_bias = a.wants
     if a.dout is None:
-        products = _empty_products(a, want, a.weight.new_zeros)
-    else:
-        dn = a.dout.matmul(a.weight)
-        if want.dweight:
-            # Recomputes n, with the same bits as in forward.
-            n, *_ = compute(
-                a.sum, None, a.norm_weight, a.norm_bias, a.eps, a.rms, 0.0, None, a.backend
-            )
-        products = common.linear_grads(a.dout, n, want.dweight, want.dbias)
-    grads = compute_grads(
-        a.sum, dn, a.dsum, a.norm_weight, a.rms, a.mean, a.rstd, a.dropout_p, a.seed, a.wants[:4],
-        a.backend,
-    )  # fmt: skip
-    return *grads, *products
-
-
-def _grad_fake(a):
-    want = _norm_linear_grad.results._make(a.wants)
-    products = _empty_products(a, want, a.weight.new_empty)
-    return *empty_grads(a.sum, a.rstd, a.wants[:4]), *products
+        return *norm.compute_grads(a, None), *_empty_products(a, a.weight.new_zeros)
+    n = norm.recomputed(a) if want_weight else None
+    products = common.linear_grads(a.dout, n, want_weight, want_bias)
+    return *norm.compute_grads(a, a.dout.matmul(a.weight)), *products
 
 
 _norm_linear_grad = register(
@@ -69,30 +41,14 @@ _norm_linear_grad = register(
     "float dropout_p, Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,
-    fake=_grad_fake,
+    fake=lambda a: (*norm.empty_grads(a), *_empty_products(a, a.weight.new_empty)),
     flops=lambda a: 4 * math.prod(a.sum) * a.weight[0],
 )
 
 
 def _plain(a):
-    n, s = plain_norm(a, a.norm_weight, a.norm_bias)
+    n, s = norm.plain_norm(a)
     return F.linear(n, a.weight, a.bias), s
-
-
-def _setup(ctx, a, results):
-    return {
-        "sum": kept_sum(ctx, a, results), "norm_weight": common.detached(a.norm_weight),
-        "norm_bias": common.detached(a.norm_bias), "weight": a.weight, "mean": results.mean,
-        "rstd": results.rstd, "eps": a.eps, "rms": a.rms, "dropout_p": a.dropout_p, "seed": a.seed,
-        "backend": a.backend,
-    }  # fmt: skip
-
-
-def _backward(ctx, kept, grads):
-    dsum = grads.sum if ctx.changed else None
-    if grads.out is None and dsum is None:
-        return {}
-    return norm_gradients(_norm_linear_grad, ctx, kept, dout=grads.out, dsum=dsum)
 
 
 _norm_linear = register(
@@ -104,8 +60,10 @@ _norm_linear = register(
     fake=_fake,
     flops=lambda a: 2 * math.prod(a.x) * a.weight[0],
     cast=("x", "residual", "weight", "bias"),
-    setup=_setup,
-    backward=_backward,
+    setup=lambda ctx, a, results: norm.kept_to_recompute(ctx, a, results) | {"weight": a.weight},
+    backward=lambda ctx, kept, grads: norm.norm_gradients(
+        _norm_linear_grad, ctx, kept, grads.sum, dout=grads.out
+    ),
     plain=_plain,
     public=2,
 )
@@ -154,7 +112,7 @@ def norm_linear(
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
     """
-    x, residual, dim = check(
+    x, residual, dim = norm.check(
         "norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
     )
     checks.flag("norm_linear", rms=rms, training=training)

@@ -10,18 +10,20 @@ An op's functions get its operands as one named tuple, built from the schema, an
 by the operands' names. No function depends on positions.
 """
 
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
 
 from deepfast import backend
 from deepfast.launches import LAUNCHES, Launch
 from deepfast.ops import common
-from deepfast.ops.decompose import register_decomposition
 
 LIBRARY = torch.library.Library("deepfast", "FRAGMENT")
 
@@ -240,7 +242,7 @@ def register(
         for device_type in ("cpu", "cuda"):
             _autocast_rule(op, operands, cast, device_type)
         _register_autograd(autograd, public)
-        register_decomposition(op, operands, plain, fake, LIBRARY)
+        _register_decomposition(op, operands, plain, fake)
     call = _caller(op, operands, forward, autograd, cast, public)
     call.operands, call.results = operands, results
     return call
@@ -285,6 +287,52 @@ def _register_autograd(autograd: _Autograd, public: int | None) -> None:
     torch.library.register_autograd(
         f"deepfast::{autograd.name}", backward, setup_context=setup, lib=LIBRARY
     )
+
+
+def _decomposing(mode: ProxyTorchDispatchMode) -> bool:
+    """Whether ``mode`` traces for `ExportedProgram.run_decompositions` with torch's own table.
+
+    With an empty table, or one for a few ops, a program keeps our ops. AOTInductor also exports
+    with torch's table, but it calls our kernels.
+    """
+    if not torch.compiler.is_exporting():
+        return False
+    # Older versions of torch have the table in a global variable.
+    table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", None)
+    table = mode.decomposition_table if table is None else table
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    # Reversed subtraction is no core op: every table that decomposes all of torch has it.
+    return torch.ops.aten.rsub.Tensor in table and not (inductor and inductor.V.aot_compilation)
+
+
+def _register_decomposition(op, operands: type, plain: Callable, fake: Callable) -> None:
+    """Makes ``op`` decompose into ``plain`` in exported programs, for ONNX and other runtimes.
+
+    By default torch decomposes only ops of a library without kernels and without autograd of their
+    own. Ours have both. So a rule for torch's tracing mode decomposes them, and does so in no other
+    trace: compilers keep the ops, and eager code never meets the rule.
+    """
+
+    def rule(mode, func, types, args, kwargs):
+        if not _decomposing(mode):
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        with mode:
+            given = operands(*args, **kwargs)
+            results = plain(given)
+            if len(op._schema.returns) == 1:
+                return results
+            # What only backward reads is NaN here.
+            rest = fake(given)[len(results) :]
+            return *results, *(torch.full_like(x, torch.nan) for x in rest)
+
+    torch.library.register_torch_dispatch(
+        op._schema.name, ProxyTorchDispatchMode, rule, lib=LIBRARY
+    )
+
+
+def only_wanted(results, wants) -> tuple:
+    """The results, None where one is not wanted."""
+    return tuple(x if want else None for x, want in zip(results, wants, strict=True))
 
 
 def gradients(op: Op, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:

@@ -18,20 +18,25 @@ from deepfast.reference.attention import (
     weight_masks,
 )
 from deepfast.reference.boundary_launchers import (  # noqa: F401
+    affine,
     attend_pull,
     attend_rows,
     attention_boundary_backward,
     attention_boundary_forward,
     boundary_backward,
     boundary_forward,
+    entry,
+    load,
     mix_rows,
+    norm_backward,
+    normalised,
     pull_rows,
+    put,
 )
 from deepfast.reference.dropout import dropout
 from deepfast.reference.layer_norm import normalise
 from deepfast.reference.linear_cross_entropy import cross_entropy as losses
 from deepfast.reference.peephole_lstm import cell, position
-from deepfast.reference.rows import affine, entry, load, norm_backward, normalised, put
 
 
 def layer_norm_forward(a):

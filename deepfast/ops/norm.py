@@ -1,0 +1,179 @@
+"""The norm of ``residual + dropout(x)`` with which `layer_norm`, `norm_linear` and `feed_forward`
+begin: forward, backward and checks on the operands that the three ops share."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deepfast import backend as backends
+from deepfast import checks
+from deepfast.dtypes import compute_dtype
+from deepfast.ops import common
+from deepfast.ops.register import gradients, no_flops, only_wanted, register
+from deepfast.reference.layer_norm import layer_norm as reference
+
+
+def compute(a):
+    """y, sum, mean and rstd of an op that begins with a norm of ``residual + dropout(x)``, without
+    autograd. sum is empty where it equals x, and mean with ``rms``.
+
+    a: the op's operands; of the norm they are those of the op layer_norm below.
+    """
+    x = common.rows(a.x)
+    _, launch = backends.choose("layer_norm", a.backend, x.device, x.dtype, x.shape[-1])
+    y, sum, mean, rstd = results = empty_results(a)
+    launch.layer_norm_forward(
+        x=x, residual=None if a.residual is None else common.rows(a.residual),
+        weight=common.parameter(a.norm_weight, x.dtype),
+        bias=common.parameter(a.norm_bias, x.dtype), eps=a.eps, rms=a.rms, dropout_p=a.dropout_p,
+        seed=a.seed, sum=sum.view(x.shape) if _changed(a) else None, y=y.view(x.shape),
+        mean=None if a.rms else mean.view(-1), rstd=rstd.view(-1),
+    )  # fmt: skip
+    return results
+
+
+def _changed(a) -> bool:
+    """Whether the sum is not x itself."""
+    return a.residual is not None or a.dropout_p > 0
+
+
+def empty_results(a):
+    # Results are allocated in x's shape: the caller could not modify a view in place.
+    s = a.x.new_empty(a.x.shape if _changed(a) else 0)
+    rstd = a.x.new_empty(a.x.shape[:-1], dtype=compute_dtype(a.x.dtype))
+    return a.x.new_empty(a.x.shape), s, rstd.new_empty(0) if a.rms else torch.empty_like(rstd), rstd
+
+
+def recomputed(a):
+    """y again, from the sum and with the same bits as in forward."""
+    norm = a.norm_weight, a.norm_bias, a.eps, a.rms
+    return compute(layer_norm.operands(a.sum, None, *norm, 0.0, None, a.backend))[0]
+
+
+def compute_grads(a, dy):
+    """dx, dresidual, dnorm_weight and dnorm_bias, each empty where its entry of ``wants`` is False.
+
+    a: the operands of the op's gradient, see `layer_norm_grad` below.
+    """
+    s = a.sum
+    _, launch = backends.choose("layer_norm", a.backend, s.device, s.dtype, s.shape[-1])
+    results = empty_grads(a)
+    dx, dresidual, dweight, dbias = only_wanted(results, a.wants[:4])
+    sum = common.rows(s)
+    launch.layer_norm_backward(
+        sum=sum, dy=torch.zeros_like(sum) if dy is None else common.rows(dy),
+        dsum=None if a.dsum is None else common.rows(a.dsum),
+        weight=common.parameter(a.norm_weight, s.dtype), rms=a.rms,
+        mean=None if a.rms else a.mean.view(-1), rstd=a.rstd.view(-1), dropout_p=a.dropout_p,
+        seed=a.seed, dx=None if dx is None else dx.view(sum.shape),
+        dresidual=None if dresidual is None else dresidual.view(sum.shape), dweight=dweight,
+        dbias=dbias,
+    )  # fmt: skip
+    return results
+
+
+def empty_grads(a):
+    s, dim, dtype = a.sum, a.sum.shape[-1], a.rstd.dtype
+    dx, dresidual = (s.new_empty(s.shape if want else 0) for want in a.wants[:2])
+    return dx, dresidual, *(s.new_empty(dim if want else 0, dtype=dtype) for want in a.wants[2:4])
+
+
+_layer_norm_grad = register(
+    "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? norm_weight, bool rms, "
+    "Tensor mean, Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias)",
+    lambda a: compute_grads(a, a.dy),
+    fake=empty_grads,
+    flops=no_flops,
+)
+
+
+def kept(ctx, a, results) -> dict:
+    """What backward needs of the norm at least. It normalises x itself without residual and
+    dropout."""
+    ctx.changed = _changed(a)
+    return {
+        "sum": results.sum if ctx.changed else a.x, "norm_weight": a.norm_weight, "rms": a.rms,
+        "mean": results.mean, "rstd": results.rstd, "dropout_p": a.dropout_p, "seed": a.seed,
+        "backend": a.backend,
+    }  # fmt: skip
+
+
+def kept_to_recompute(ctx, a, results) -> dict:
+    """The same where backward also recomputes y."""
+    parameters = {name: common.detached(getattr(a, name)) for name in ("norm_weight", "norm_bias")}
+    return kept(ctx, a, results) | parameters | {"eps": a.eps}
+
+
+def norm_gradients(op, ctx, kept: dict, dsum, **grads: Tensor | None) -> dict[str, Tensor]:
+    """`gradients` of an op that begins with a norm.
+
+    dsum: the gradient of the sum; it counts where the sum is not x itself.
+    """
+    dsum = dsum if ctx.changed else None
+    if all(grad is None for grad in (dsum, *grads.values())):
+        return {}
+    # Without dropout x and residual have the same gradient, and get the same tensor object. Two
+    # views of it would become the .grad of two leaves, which would then share memory.
+    shared = kept["dropout_p"] == 0 and ctx.needs.residual
+    wants = {"dx": True, "dresidual": False} if shared else {}
+    found = gradients(op, ctx, kept, wants, dsum=dsum, **grads)
+    if shared:
+        found["residual"] = found["x"]
+    return found
+
+
+def plain_norm(a) -> tuple[Tensor, Tensor]:
+    """y and sum of an op that begins with a norm, in plain torch."""
+    return reference(
+        a.x, a.norm_weight, a.norm_bias, a.eps, residual=a.residual, dropout_p=a.dropout_p,
+        seed=a.seed, rms=a.rms,
+    )  # fmt: skip
+
+
+layer_norm = register(
+    "layer_norm(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, float eps, "
+    "bool rms, float dropout_p, Tensor? seed, str? backend) "
+    "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
+    compute,
+    fake=empty_results,
+    flops=no_flops,
+    setup=kept,
+    backward=lambda ctx, kept, grads: norm_gradients(
+        _layer_norm_grad, ctx, kept, grads.sum, dy=grads.y
+    ),
+    plain=plain_norm,
+    public=2,
+)
+
+
+def check(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    *,
+    prefix: str = "",
+    cast: Callable = common.autocast,
+) -> tuple[Tensor, Tensor | None, int]:
+    """Checks the operands of ``op``; returns x and residual, cast for autocast, and D.
+
+    prefix: what stands before "weight" and "bias" in the op's names for them.
+    cast: what autocast does to x and residual.
+    """
+    checks.tensor(op, "x", x)
+    if residual is not None:
+        checks.tensor(op, "residual", residual)
+    x, residual = cast(x, residual)
+    if residual is not None:
+        checks.like(op, "residual", residual, "x", x)
+    dim = x.shape[-1]
+    checks.parameter(op, f"{prefix}weight", weight, (dim,), x.device)
+    checks.parameter(op, f"{prefix}bias", bias, (dim,), x.device)
+    checks.eps(op, eps)
+    checks.probability(op, dropout_p)
+    return x, residual, dim
