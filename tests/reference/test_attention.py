@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from deepfast import backend
 from deepfast.reference.attention import attention
@@ -39,25 +38,6 @@ def run(lengths, tensors, causal=False, left=-1, **options):
     return attention(*tensors, *map(cumulated, lengths), scale=0.7, **window, **options)
 
 
-def torch_attention(q, k, v, causal):
-    """A query without a key gets 0, where torch gives NaN."""
-    m, n = q.shape[1], k.shape[1]
-    mask = torch.ones(m, n, dtype=torch.bool).tril(n - m) if causal else None
-    o = F.scaled_dot_product_attention(q, k, v, mask, scale=0.7)
-    unseeing = torch.arange(m) < (m - n if causal else 0 if n else m)
-    return o.masked_fill(unseeing[:, None], 0)
-
-
-@pytest.mark.parametrize("lengths", [SELF, CROSS])
-@pytest.mark.parametrize("causal", [False, True])
-def test_equals_pytorch(lengths, causal):
-    tensors = packed(lengths)
-    o, lse = run(lengths, tensors, causal=causal)
-    parts = [torch_attention(*qkv, causal) for qkv in sentences(lengths, tensors)]
-    torch.testing.assert_close(o, torch.cat(parts, dim=1).transpose(0, 1))
-    assert lse.shape == (H, o.shape[0])
-
-
 @pytest.mark.parametrize("lengths", [SELF, CROSS])
 @pytest.mark.parametrize("window", [(-1, 0), (2, 0), (0, 0), (1, 2), (-1, 1), (3, -1), (99, 99)])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 2), (3, 3)])
@@ -82,14 +62,6 @@ def test_every_query_sees_its_window_of_its_own_head(lengths, window, heads):
         start += m
 
 
-def test_causal_shows_the_last_query_every_key():
-    """An identity as values makes the weights themselves the output."""
-    q, k = torch.randn(2, 1, D, dtype=torch.float64), torch.randn(3, 1, D, dtype=torch.float64)
-    v = torch.eye(3, dtype=torch.float64).unsqueeze(1)
-    o, _ = run(([2], [3]), (q, k, v), causal=True)
-    assert (o[:, 0] > 0).tolist() == [[True, True, False], [True, True, True]]
-
-
 def test_lse_is_of_the_weights_before_dropout():
     lengths = ([3], [5])
     q, k, v = packed(lengths)
@@ -97,12 +69,6 @@ def test_lse_is_of_the_weights_before_dropout():
     for p in (0.0, 0.5):
         _, lse = run(lengths, (q, k, v), dropout_p=p, seed=SEED)
         torch.testing.assert_close(lse, scores.exp().sum(-1).log())
-
-
-def test_queries_without_keys():
-    o, lse = run(([2, 3], [0, 1]), packed(([2, 3], [0, 1])), causal=True)
-    assert torch.equal(lse.isinf(), torch.tensor([[True, True, True, True, False]] * H))
-    assert torch.equal(o[:4], torch.zeros_like(o[:4]))
 
 
 def test_dropout_takes_a_token_for_each_query_and_head():
@@ -115,19 +81,6 @@ def test_dropout_takes_a_token_for_each_query_and_head():
         for h in range(H):
             weights = (0.7 * k[keys, h] @ q[t, h]).softmax(0)
             torch.testing.assert_close(o[t, h], (weights * mask[t * H + h, :n]) @ v[keys, h])
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize(("causal", "left"), [(False, -1), (True, -1), (True, 1), (False, 0)])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_gradcheck(causal, left, heads, dropout_p):
-    lengths = ([2, 1, 0, 1], [1, 0, 1, 2])
-
-    def o(*tensors):
-        return run(lengths, tensors, causal, left, dropout_p=dropout_p, seed=SEED)[0]
-
-    assert torch.autograd.gradcheck(o, packed(lengths, grad=True, heads=heads))
 
 
 @pytest.mark.parametrize("lengths", [SELF, CROSS, ([], []), ([0], [3]), ([3], [0])])
