@@ -4,13 +4,12 @@ import pytest
 import torch
 import triton
 
+from deepfast import backend
 from deepfast.kernels import attention
-from deepfast.launches import LAUNCHES
-from deepfast.reference import launchers as reference
+from tests.kernels.agreement import LOW, agree, apart, numbers, plain, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORWARD, BACKWARD = (LAUNCHES[f"attention_{way}"].record for way in ("forward", "backward"))
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORWARD, BACKWARD = "attention_forward", "attention_backward"
+FP32, FP16 = torch.float32, torch.float16
 
 # (queries, keys) of the sentences, heads, head width, causal, dropout, and then where they are not
 # the plain ones: heads of the keys, and the window, with -1 for a side without end. Between them
@@ -49,86 +48,45 @@ CASES = {
 }
 
 
-class Problem:
-    """Operands in float64 of one call, as views of the projections they come from."""
-
-    def __init__(
-        self, queries, keys, heads, width, causal, dropout_p, of_keys=None, window=(-1, -1)
-    ):
-        self.lengths, self.heads, self.width = (queries, keys), heads, width
-        self.tokens = sum(queries), sum(keys)
-        seqlens = [torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in self.lengths]
-        longest = [max(n, default=0) for n in self.lengths]
-        seed = torch.tensor(2**40 + 5, device=DEVICE) if dropout_p else None
-        left, right = window
-        sides = left, 0 if causal else right
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "left", "right",
-                 "scale", "dropout_p", "seed")  # fmt: skip
-        values = (*seqlens, *longest, *sides, width**-0.5, dropout_p, seed)
-        self.common = dict(zip(names, values, strict=True))
-        # The heads of q, k and v in one projection.
-        self.split = heads, of_keys or heads, of_keys or heads
-        self.projected = [torch.randn(t, sum(self.split), width).to(DEVICE) for t in self.tokens]
-        self.do = torch.randn(self.tokens[0], heads, width).to(DEVICE)
-
-    def forward(self, launch, dtype, storage):
-        """o and lse of operands rounded to ``storage`` and given in ``dtype``."""
-        q, k, v = self.operands(dtype, storage)
-        o = torch.full((self.tokens[0], self.heads, self.width), torch.nan, dtype=dtype)
-        lse = torch.full(o.shape[1::-1], torch.nan, dtype=torch.promote_types(dtype, torch.float32))
-        o, lse = o.to(DEVICE), lse.to(DEVICE)
-        launch(FORWARD(q=q, k=k, v=v, **self.common, o=o, lse=lse))
-        return {"o": o, "lse": lse}
-
-    def backward(self, launch, o, lse, dtype, storage):
-        """Gradients, slices of one tensor like the operands, from this o and lse."""
-        grads = [torch.full(x.shape, torch.nan, dtype=dtype, device=DEVICE) for x in self.projected]
-        dq, rest = grads[0].split((self.heads, 2 * self.split[1]), 1)
-        before, dk, dv = grads[1].split(self.split, 1)
-        lse = lse.to(torch.promote_types(dtype, torch.float32))
-        do = self.do.to(storage).to(dtype)
-        given = dict(zip("qkv", self.operands(dtype, storage), strict=True))
-        given |= {"o": o.to(dtype), "lse": lse, "dout": do, "dq": dq, "dk": dk, "dv": dv}
-        launch(BACKWARD(**given, **self.common))
-        # The memory between the slices belongs to other tensors.
-        assert rest.isnan().all()
-        assert before.isnan().all()
-        return {"dq": dq, "dk": dk, "dv": dv}
-
-    def operands(self, dtype, storage):
-        queries, keys = (x.to(storage).to(dtype) for x in self.projected)
-        return queries[:, : self.heads], *keys.split(self.split, 1)[1:]
+def begins(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def split_infinities(result, exact):
-    """Without the -inf that lse has where, and only where, the exact one has it."""
-    unseeing = exact["lse"] == -torch.inf
-    assert torch.equal(result["lse"] == -torch.inf, unseeing)
-    return result | {"lse": result["lse"].masked_fill(unseeing, 0)}
+def operands(queries, keys, heads, width, causal, dropout_p, of_keys=None, window=(-1, -1)):
+    """Sizes and operands of both launches, but not o and lse."""
+    given = {
+        "T": sum(queries), "Q": sum(keys), "N": len(queries), "H": heads, "G": of_keys or heads,
+        "E": width, "cu_seqlens_q": begins(queries), "cu_seqlens_k": begins(keys),
+        "max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0),
+        "left": window[0], "right": 0 if causal else window[1], "scale": width**-0.5,
+        "dropout_p": dropout_p,
+    }  # fmt: skip
+    T, Q, H, G, E = (given[size] for size in "TQHGE")
+    return given | {"q": torch.randn(T, H, E), "k": torch.randn(Q, G, E), "v": torch.randn(Q, G, E)}
+
+
+def agrees(tolerances, dtype, given, layout=plain):
+    """Forward, and backward from the o and lse of the reference."""
+    agree(tolerances, triton_launches, FORWARD, dtype, layout, **given)
+    given = with_results(given, dtype)
+    agree(tolerances, triton_launches, BACKWARD, dtype, layout, **given)
+
+
+def with_results(given, dtype):
+    reference = backend.choose("attention", "reference", "cpu", FP32)[1]
+    return given | run(reference, FORWARD, numbers(FORWARD, **given), dtype, dtype)
+
+
+def triton_launches(op="attention"):
+    return backend.choose(op, "triton", "cpu", FP32)[1]
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("layout", [plain, apart])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_reference(case, dtype, tolerances):
-    problem = Problem(*CASES[case])
-    exact, plain, got = (
-        problem.forward(module.attention_forward, d, dtype)
-        for module, d in (
-            (reference, torch.float64), (reference, dtype), (attention, dtype),
-        )
-    )  # fmt: skip
-    tolerances.assert_all_accurate(
-        *(split_infinities(result, exact) for result in (got, plain, exact)), dtype
-    )
-    # The exact gradient is that of the exact output; the others get the rounded one.
-    exact, plain, got = (
-        problem.backward(module.attention_backward, result["o"], result["lse"], d, dtype)
-        for module, result, d in (
-            (reference, exact, torch.float64), (reference, plain, dtype), (attention, plain, dtype),
-        )
-    )  # fmt: skip
-    tolerances.assert_all_accurate(got, plain, exact, dtype)
+def test_equals_the_reference(case, layout, dtype, tolerances, poison):
+    agrees(tolerances, dtype, operands(*CASES[case]), layout)
 
 
 @pytest.mark.parametrize(
@@ -136,48 +94,30 @@ def test_equals_the_reference(case, dtype, tolerances):
     ["one tile", "more queries than a tile", "129 keys", "groups", "groups, long",
      "causal window, long"],
 )  # fmt: skip
-def test_two_runs_are_the_same_to_the_bit(case):
-    problem = Problem(*CASES[case])
-    runs = []
-    for _ in range(2):
-        run = problem.forward(attention.attention_forward, torch.float16, torch.float16)
-        run |= problem.backward(
-            attention.attention_backward, run["o"], run["lse"], torch.float16, torch.float16
-        )
-        runs.append(run)
-    for name, first in runs[0].items():
-        assert torch.equal(first, runs[1][name]), name
+@pytest.mark.parametrize("name", [FORWARD, BACKWARD])
+def test_two_runs_are_the_same_to_the_bit(name, case):
+    given = numbers(name, **with_results(operands(*CASES[case]), FP16))
+    first, second = (run(triton_launches(), name, given, FP16, FP16) for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_large_scores_do_not_overflow(tolerances):
-    problem = Problem([5, 40], [5, 40], 1, 16, True, 0.0)
-    for x in problem.projected:
-        x *= 40
-    results, grads = [], []
-    for module, dtype in (
-        (attention, torch.float32), (reference, torch.float32), (reference, torch.float64),
-    ):  # fmt: skip
-        result = problem.forward(module.attention_forward, dtype, torch.float32)
-        results.append(result)
-        grads.append(
-            problem.backward(
-                module.attention_backward, result["o"], result["lse"], dtype, torch.float32
-            )
-        )
-    tolerances.assert_all_accurate(*results, torch.float32)
-    tolerances.assert_all_accurate(*grads, torch.float32)
+    given = operands([5, 40], [5, 40], 1, 16, True, 0.0)
+    agrees(tolerances, FP32, given | {name: 8 * given[name] for name in "qkv"})
 
 
 def test_heads_that_are_no_slices():
-    """Operands (H, T, d) in memory, and a gradient per operand."""
-    problem = Problem([9, 3], [9, 3], 2, 16, False, 0.0)
-    q, k, v = problem.operands(torch.float32, torch.float32)
-    expected = problem.forward(attention.attention_forward, torch.float32, torch.float32)
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-    o, lse = torch.empty_like(expected["o"]), torch.empty_like(expected["lse"])
-    attention.attention_forward(FORWARD(q=q, k=k, v=v, **problem.common, o=o, lse=lse))
-    assert torch.equal(o, expected["o"])
-    assert torch.equal(lse, expected["lse"])
+    """Operands (H, T, d) in memory."""
+
+    def heads_first(shape, dtype):
+        return torch.empty(shape[1], shape[0], shape[2], dtype=dtype).transpose(0, 1)
+
+    given = numbers(FORWARD, **operands([9, 3], [9, 3], 2, 16, False, 0.0))
+    got, expected = (
+        run(triton_launches(), FORWARD, given, FP32, FP32, layout)
+        for layout in (heads_first, plain)
+    )
+    assert all(torch.equal(got[key], expected[key]) for key in got)
 
 
 @pytest.mark.parametrize("BD", [16, 64, 128, 256])

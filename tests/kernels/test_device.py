@@ -1,7 +1,5 @@
 """Triton's launchers run on the device of their operands, shown without a GPU."""
 
-import contextlib
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,24 +35,3 @@ def test_every_launcher_enters_the_device(monkeypatch, tensor, name):
     run = getattr(backend.choose(launch.op, "triton", "cpu", torch.float32)[1], name)
     with pytest.raises(Entered, match=r"^1$"):
         run(**given)
-
-
-def test_the_launch_is_inside(monkeypatch, tensor):
-    common = pytest.importorskip("deepfast.kernels.common")
-    log = []
-
-    @contextlib.contextmanager
-    def enter(index):
-        log.append(f"to {index}")
-        yield
-        log.append("back")
-
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    launch = common.launcher(lambda _: log.append("launch"))
-    launch((None, [tensor], tensor))
-    assert log == ["to 1", "launch", "back"]
-    # Nothing changes on the current device, nor on a CPU.
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    launch((tensor,))
-    launch((torch.empty(2),))
-    assert log[3:] == ["launch", "launch"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.launches import LAUNCHES
-from tests.kernels.agreement import LOW, agree, apart, numbers, run
+from tests.kernels.agreement import ABSENT, LOW, agree, apart, numbers, run
 
 NAMES = [name for name, launch in LAUNCHES.items() if launch.op != "attention"]
 SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (2, 255), (5, 512)]
@@ -13,15 +13,6 @@ SHAPES = [(0, 64), (1, 1), (5, 17), (17, 64), (5, 100), (2, 255), (5, 512)]
 @pytest.fixture(autouse=True)
 def _poisoned(poison):
     """Fresh memory is NaN."""
-
-
-# What is not given together with the other operands of `numbers`.
-ABSENT = {
-    "depth_attention_forward": {"scores": None},
-    "depth_attention_backward": {"scores": None, "dscores": None},
-    "activation_forward": {"bias": None, "kind": "gelu"},
-    "activation_backward": {"kind": "gelu"},
-}
 
 
 def sizes(name, T, D):

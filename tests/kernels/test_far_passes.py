@@ -29,19 +29,22 @@ def lists(name, sources, rows, inplace=True):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
-    ("sources", "rows"),
+    ("name", "sources", "rows"),
     [
-        (range(13), range(13, 18)),
-        (range(4), range(4, 20)),
-        ([4], [4]),
-        (range(1, 18, 4), [18, 20]),
-        ([0, 1, 2, 5, 6, 9], [10, 11, 14]),
-        ([], [3, 4]),
+        *((name, *given) for name in MIX for given in (
+            (range(13), range(13, 18)), (range(4), range(4, 20)), ([4], [4]),
+            (range(1, 18, 4), [18, 20]), ([0, 1, 2, 5, 6, 9], [10, 11, 14]),
+        )),
+        ("mix_rows", [], [3, 4]),
+        *((name, *given) for name in PULL for given in (
+            (range(9), range(9, 21)), (range(16), range(16, 20)), ([3], [4]),
+            (range(0, 8, 3), range(8, 20, 2)), ([0, 1, 3], [4, 5, 9, 10, 18]),
+            ([2, 1, 0], [9, 8, 7]),
+        )),
     ],
-)
-@pytest.mark.parametrize("name", MIX)
+)  # fmt: skip
 @pytest.mark.each_value
-def test_mixes_any_list(name, sources, rows, accumulate, dtype, tolerances, poison, kernels):
+def test_takes_any_list(name, sources, rows, accumulate, dtype, tolerances, poison, kernels):
     given = lists(name, sources, rows) | {"T": 5, "D": 24, "accumulate": accumulate}
     if accumulate:
         given["out"] = torch.randn(given["B"], 5, 24)
@@ -52,30 +55,6 @@ def test_mixes_any_list(name, sources, rows, accumulate, dtype, tolerances, pois
         given["out_stats"] = stats
         if accumulate:
             given["out"][1] = 0
-        if not len(sources):
-            pytest.skip("see test_attend_rows_over_no_states")
-    agree(tolerances, kernels, name, dtype, **given)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    ("sources", "rows"),
-    [
-        (range(9), range(9, 21)),
-        (range(16), range(16, 20)),
-        ([3], [4]),
-        (range(0, 8, 3), range(8, 20, 2)),
-        ([0, 1, 3], [4, 5, 9, 10, 18]),
-        ([2, 1, 0], [9, 8, 7]),
-    ],
-)
-@pytest.mark.parametrize("name", PULL)
-@pytest.mark.each_value
-def test_pulls_any_list(name, sources, rows, accumulate, dtype, tolerances, poison, kernels):
-    given = lists(name, sources, rows) | {"T": 5, "D": 24, "accumulate": accumulate}
-    if accumulate:
-        given["out"] = torch.randn(given["B"], 5, 24)
     agree(tolerances, kernels, name, dtype, **given)
 
 

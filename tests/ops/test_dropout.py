@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from deepfast import backend as backends
+from deepfast.cases import ops as cases
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from deepfast.ops import activation, layer_norm
 from deepfast.reference.dropout import dropout_mask
+from tests.ops.cases import Call, D, T, equal, results
 
 DTYPES = list(backends.DTYPES)
 
@@ -96,25 +99,41 @@ def test_everything_is_dropped(backend, dropped, p):
     assert x.grad.eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("seed", "message"),
-    [
-        (None, "dropout_p is 0.5 and the seed is missing"),
-        (torch.tensor([3]), r"seed: expected \(\) in int64 on cpu, .* got \(1\) in int64"),
-        (torch.tensor(3.0), r"seed: expected \(\) in int64 on cpu, .* got \(\) in float32"),
-    ],
-)
-def test_a_launch_with_dropout_needs_a_seed(seed, message):
-    if (reason := backends.refusal("layer_norm", "cpu", "cpu", torch.float32)) is not None:
-        pytest.skip(reason)
-    _, launch = backends.choose("layer_norm", "cpu", "cpu", torch.float32)
-    x, y, s = torch.randn(3, 4, 8)
-    mean, rstd = torch.randn(2, 4)
-    with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_forward(
-            x=x, eps=1e-5, rms=False, dropout_p=0.5, seed=seed, sum=s, y=y, mean=mean, rstd=rstd,
-        )  # fmt: skip
-    with pytest.raises(RuntimeError, match=message):
-        launch.layer_norm_backward(
-            sum=s, dy=y, rms=False, mean=mean, rstd=rstd, dropout_p=0.5, seed=seed, dx=x,
-        )  # fmt: skip
+# ---- a seed that the caller changes in place after forward ---------------------------------------
+
+DROPPING = ["layer_norm", "rms_norm", "activation", "attention", "norm_linear", "feed_forward"]
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_the_mask_is_that_of_forward(name, monkeypatch):
+    found = []
+    for after in (0, 1):
+        torch.manual_seed(0)
+        seed = torch.tensor(7)
+        monkeypatch.setattr(cases, "SEED", seed)
+        # torch's attention, the default on a CPU, has no seed.
+        c = Call(name, "reference" if name == "attention" else None)
+
+        def run(*leaves, c=c, seed=seed, after=after):
+            out = c.run(*leaves)
+            seed += after
+            return out
+
+        found.append(results(run, c.leaves))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("connection", [DLCL, AttentionResiduals])
+def test_a_seed_that_counts_pushes_is_the_seed_of_each_push(connection):
+    """In place as with a new tensor for every push."""
+    found = []
+    for counted in (True, False):
+        module, history = connection(2, D), DepthHistory()
+        x = torch.randn(T, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        seed, y = torch.tensor(7), x
+        for k in range(3):
+            y = module(y, history, dropout_p=0.5, seed=seed if counted else torch.tensor(7 + k))
+            seed += 1
+        (y * torch.arange(D)).sum().backward()
+        found.append((y.detach(), x.grad))
+    assert equal(*found)
