@@ -111,28 +111,6 @@ def test_long_sentences(dtype, queries, keys, heads, window, causal, p):
     assert_agrees(case_of(queries, keys, heads, window, causal, p), "cpu", dtype)
 
 
-@DROPOUT
-def test_gradients_of_the_reference(p):
-    leaves = [x.double().requires_grad_() for x in operands([2, 3], [1, 4], (2, 1))]
-    options = {"dropout_p": p, "seed": 3, "window": (2, 1), "backend": "reference"}
-    assert torch.autograd.gradcheck(lambda *x: call(*x, [2, 3], [1, 4], False, **options), leaves)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_window_of_the_own_key_returns_its_value(server, causal):
-    q, k, v = operands([3, 6], [3, 6], (4, 2))
-    o = call(q, k, v, [3, 6], [3, 6], causal, backend=server, window=0)
-    torch.testing.assert_close(o, v.repeat_interleave(2, 1))
-
-
-def test_a_group_is_its_keys_repeated(server):
-    q, k, v = operands([3, 6], [3, 6], (4, 2))
-    args = [3, 6], [3, 6], True
-    repeated = (x.repeat_interleave(2, 1) for x in (k, v))
-    want = call(q, *repeated, *args, backend=server)
-    torch.testing.assert_close(call(q, k, v, *args, backend=server), want)
-
-
 def test_forms_of_a_window():
     q, k, v = operands([7], [7])
 
@@ -144,18 +122,6 @@ def test_forms_of_a_window():
     assert torch.equal(o((None, 0)), o(None, causal=True))
     assert torch.equal(o((2, 5), causal=True), o((2, 0)))
     assert torch.equal(o([1, 3]), o((1, 3)))
-
-
-def test_slices_of_one_projection(server):
-    """Queries, keys and values as views, as a layer makes them."""
-    qkv = torch.randn(9, 3, H, D, requires_grad=True)
-    o = call(*qkv.unbind(1), [4, 5], [4, 5], True, backend=server)
-    (grad,) = torch.autograd.grad(o.square().sum(), qkv)
-    apart = [x.detach().clone().requires_grad_() for x in qkv.unbind(1)]
-    exact = call(*apart, [4, 5], [4, 5], True, backend="reference")
-    grads = torch.autograd.grad(exact.square().sum(), apart)
-    torch.testing.assert_close(o, exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, torch.stack(grads, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens_between_other_channels(server):
@@ -221,15 +187,6 @@ def test_everything_dropped(server):
     q, k, v = (x.requires_grad_() for x in operands([3], [3]))
     o = call(q, k, v, [3], [3], False, backend=server, dropout_p=1.0)
     assert o.eq(0).all()
-
-
-def test_scale(server):
-    leaves = operands([4], [4])
-    doubled = call(*leaves, [4], [4], False, backend=server, scale=2 / D**0.5)
-    q, k, v = leaves
-    torch.testing.assert_close(
-        doubled, call(2 * q, k, v, [4], [4], False, backend=server), rtol=1e-5, atol=1e-5
-    )
 
 
 @compiled

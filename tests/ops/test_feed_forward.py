@@ -1,4 +1,5 @@
-"""deepfast.ops.feed_forward: its bits do not depend on what it keeps for backward."""
+"""deepfast.ops.feed_forward: its bits do not depend on what it keeps for backward; and what it and
+norm_linear keep."""
 
 import importlib
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.backend import record
-from deepfast.ops import feed_forward
+from deepfast.ops import feed_forward, norm_linear
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 SEED, P, WIDTH, N = 99, 0.3, 21, 11
@@ -129,3 +130,17 @@ def test_autocast():
     kept = ("norm_weight", "norm_bias", "up_bias")
     low = {k: v.bfloat16() if k not in kept else v for k, v in leaves.items()}
     assert torch.equal(out, fused_form(*low.values(), p=0.0, kind="relu")[0])
+
+
+def test_norm_linear_keeps_no_normalised_copy(backend):
+    """It saves the sum, which it returns anyway, and two numbers per token."""
+    x = torch.randn(64, 32, requires_grad=True)
+    params = [torch.randn(32), torch.randn(32), torch.randn(11, 32, requires_grad=True)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out, s = norm_linear(x, *params, residual=x, backend=backend)
+    rows = [t for t in kept if t.shape == x.shape]
+    assert len(rows) == 1
+    assert rows[0].data_ptr() == s.data_ptr()
+    assert sum(t.numel() for t in kept) == x.numel() + 2 * 64 + 32 + 32 + params[2].numel()
+    assert out.grad_fn is not None

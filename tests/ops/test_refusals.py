@@ -36,7 +36,6 @@ GIVEN = {
 
 REFUSED = {
     "layer_norm": [
-        ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
         ({"x": torch.tensor(1.0)}, ValueError, r"x must be \(..., D\)"),
         ({"x": ones(3, 0)}, ValueError, r"got \(3, 0\)"),
         ({"weight": ones(5)}, ValueError, r"weight must be \(4,\), got \(5,\)"),
@@ -46,21 +45,16 @@ REFUSED = {
         ({"backend": "cuda"}, BackendError, "without CUDA|on cpu, not cuda"),
     ],
     "rms_norm": [
-        ({"x": [1.0]}, TypeError, "rms_norm: x must be a tensor, got list"),
         ({"weight": ones(5)}, ValueError, r"rms_norm: weight must be \(4,\), got \(5,\)"),
         ({"x": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "activation": [
-        ({"h": [1.0]}, TypeError, "h must be a tensor, got list"),
-        ({"h": torch.tensor(1.0)}, ValueError, r"h must be \(..., D\)"),
-        ({"h": ones(3, 0)}, ValueError, r"got \(3, 0\)"),
         ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
         ({"bias": ones(3)}, ValueError, r"bias must be \(4,\), got \(3,\)"),
         ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
         ({"h": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "norm_linear": [
-        ({"x": [1.0]}, TypeError, "norm_linear: x must be a tensor, got list"),
         ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
         ({"weight": ones(11, 5)}, ValueError, r"weight must be \(N, 4\), got \(11, 5\)"),
         ({"weight": ones(4)}, ValueError, r"weight must be \(N, 4\), got \(4,\)"),
@@ -131,7 +125,6 @@ REFUSED = {
          "rms_weight must have a floating-point dtype"),
     ],
     "attention": [
-        ({"q": 3}, TypeError, "q must be a tensor, got int"),
         ({"q": ones(4, 16)}, ValueError, r"q must be \(T, H, d\), got \(4, 16\)"),
         ({"k": ones(4, 3, 16)}, ValueError,
          r"divisor of q's heads, .* of \(2, 16\), got \(3, 16\)"),
@@ -163,7 +156,6 @@ REFUSED = {
          "256 wide"),
     ],
     "linear_cross_entropy": [
-        ({"hidden": [1.0]}, TypeError, "hidden must be a tensor, got list"),
         ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
         ({"weight": ones(7, 5)}, ValueError, r"weight must be \(V, 4\).*got \(7, 5\)"),
         ({"weight": ones(0, 4)}, ValueError, r"with V >= 1, got \(0, 4\)"),
@@ -185,7 +177,6 @@ REFUSED = {
         ({"hidden": ones(3, 4).int()}, ValueError, "weight must be torch.int32"),
     ],
     "peephole_lstm": [
-        ({"f": 3}, TypeError, "f must be a tensor, got int"),
         ({"f": ones(2, 8)}, ValueError, r"f must be \(T, B, 4H\), got \(2, 8\)"),
         ({"f": ones(2, 3, 9)}, ValueError, r"f must be \(T, B, 4H\), got \(2, 3, 9\)"),
         ({"weight": ones(2, 4)}, ValueError, r"weight must be \(2, 8\), got \(2, 4\)"),
@@ -202,7 +193,6 @@ REFUSED = {
         ({"down": ones(11, 20)}, ValueError, r"down must be \(N, 21\), got \(11, 20\)"),
         ({"up_bias": ones(20)}, ValueError, r"up_bias must be \(21,\), got \(20,\)"),
         ({"down": ones(11, 21).double()}, ValueError, "down must be torch.float32 on cpu"),
-        ({"x": 3}, TypeError, "x must be a tensor"),
         ({"activation": "silu"}, ValueError, "activation must be one of relu, gelu, got 'silu'"),
         ({"activation_dropout_p": 0.5, "training": True, "activation_seed": 1.5}, TypeError,
          "activation_seed must be an int or a 0-dim int64 tensor on cpu, got 1.5"),
@@ -276,13 +266,17 @@ def test_a_flag_is_a_bool(op, flag, wrong):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("op", GIVEN)
-def test_a_tensor_is_dense(op):
+def test_a_tensor_is_a_dense_one(op):
     name, given = next((n, x) for n, x in GIVEN[op].items() if n != "query")
     listed = isinstance(given, list)
     x = given[0] if listed else given
     nested = torch.nested.nested_tensor([X, X[:2]])
-    for wrong, words in ((x.to_sparse(), "a torch.sparse"), (nested, "a nested one")):
-        with pytest.raises(TypeError, match=rf"^{op}: .* must be a dense tensor, got {words}"):
+    dense = "a dense tensor, got a"
+    for wrong, words in (
+        ([1.0], "a tensor, got list"), (x.to_sparse(), f"{dense} torch.sparse"),
+        (nested, f"{dense} nested one"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"^{op}: .* must be {words}"):
             called(op, **{name: [wrong, x] if listed else wrong})
 
 
