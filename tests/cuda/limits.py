@@ -26,10 +26,7 @@ def module(path: Path):
     return loaded
 
 
-ptxas, machine_code = (
-    module(Path(__file__).with_name(name)) for name in ("ptxas.py", "machine_code.py")
-)
-Instruction = machine_code.Instruction
+ptxas = module(Path(__file__).with_name("ptxas.py"))
 ARCHITECTURE = 90
 
 # ---- what is assumed of a chip -------------------------------------------------------------------
@@ -105,6 +102,88 @@ class Case:
     """The part of the warps that issues bulk copies."""
 
 
+# ---- machine code as cuobjdump prints it ---------------------------------------------------------
+
+LINE = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);[^\n]*\n"
+    r"\s+/\* 0x([0-9a-f]{16}) \*/",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    opcode: str
+    operands: str
+    control: int
+    """From bit 0: 4 bits of stall, a yield bit, 3 bits each for the results written and the
+    operands read, 6 bits of a wait mask. As in the machine code since Volta, from bit 41 of the
+    second word on."""
+
+    @property
+    def first(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
+        return int(found[1], 16) if self.first == "BRA" and found else None
+
+    @property
+    def unusual(self) -> bool:
+        """Whether a row of one warp, of aligned 16-bit values, never gets here."""
+        narrow = self.first in ("LDG", "STG") and ".U16" in self.opcode
+        return narrow or self.first in ("BAR", "CALL")
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """Those of one function, as cuobjdump prints it."""
+    return [
+        Instruction(int(m[1], 16), m[2], m[3], int(m[4], 16) >> 41) for m in LINE.finditer(listing)
+    ]
+
+
+def jumps(code: list[Instruction], first: int, last: int) -> list[tuple[int, int]]:
+    """The branches that jump over the instructions from ``first`` to ``last``, smallest first."""
+    around = [(i.address, i.target) for i in code if i.target is not None]
+    around = [(a, b) for a, b in around if a < first and last < b]
+    return sorted(around, key=lambda jump: jump[1] - jump[0])
+
+
+def usual(code: list[Instruction], never: str) -> list[Instruction]:
+    """Without the smallest stretch around each unusual instruction that a branch jumps over."""
+    odd = [i.address for i in code if i.unusual or i.opcode.startswith(never)]
+    found = [jumps(code, at, at) for at in odd]
+    return [i for i in code if not any(s and s[0][0] < i.address < s[0][1] for s in found)]
+
+
+def loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """First and last address of every loop. What lies behind the last exit are waits for barriers
+    that are not over at once, and slow paths: they jump back, but not to the begin of a loop."""
+    found: dict[int, int] = {}
+    end = max((i.address for i in code if i.first == "EXIT"), default=code[-1].address)
+    for i in code:
+        if i.target is not None and i.target <= i.address <= end:
+            found[i.target] = max(found.get(i.target, 0), i.address)
+    return sorted(found.items())
+
+
+def copies(code: list[Instruction]) -> set[tuple[int, int]]:
+    """The stretches with bulk copies, from behind a branch to before its target. A branch jumps
+    over each where no step is left to be copied, and inside that one another where it is not this
+    warp's turn. Branches out of the loop go to waits."""
+    found, end = set(), code[-1].address
+    for at in (i.address for i in code if i.first == "UBLKCP"):
+        reads = [i.address for i in code if i.first == "LDSM"]
+        around = [(a, b) for a, b in jumps(code, at, at) if b <= end]
+        around = [(a, b) for a, b in around if not any(a < r < b for r in reads)]
+        target = sorted({b for _, b in around})[-2]
+        found.add((min(a for a, b in around if b == target) + 1, target - 1))
+    return found
+
+
 # ---- counting machine code -----------------------------------------------------------------------
 
 
@@ -114,9 +193,7 @@ def functions(cubin: Path) -> dict[str, list[Instruction]]:
     done = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True)
     parts = re.split(r"^\s*Function : (\S+)\n", done.stdout, flags=re.MULTILINE)[1:]
     names = map(ptxas.short, ptxas.demangled(parts[::2]))
-    return {
-        name: machine_code.instructions(body) for name, body in zip(names, parts[1::2], strict=True)
-    }
+    return {name: instructions(body) for name, body in zip(names, parts[1::2], strict=True)}
 
 
 def module_folder(name: str) -> str:
@@ -127,18 +204,18 @@ def weighted(code: list[Instruction], case: Case) -> list[tuple[Instruction, flo
     """The instructions of the loop over tokens, and how often each runs in one pass."""
     begin, end = 0, max(i.address for i in code if i.first == "EXIT")
     if case.looped:
-        begin, end = max(machine_code.loops(code), key=lambda span: span[1] - span[0])
-    body = machine_code.usual([i for i in code if begin <= i.address <= end], case.never)
-    inner = [span for span in machine_code.loops(body) if span != (begin, end)]
+        begin, end = max(loops(code), key=lambda span: span[1] - span[0])
+    body = usual([i for i in code if begin <= i.address <= end], case.never)
+    inner = [span for span in loops(body) if span != (begin, end)]
     if len(inner) != len(case.loops):
         raise SystemExit(
             f"{case.kernel}: expected {len(case.loops)} inner loops, got {len(inner)}:"
             f" {[(hex(a), hex(b)) for a, b in inner]}"
         )
-    times = dict.fromkeys(machine_code.copies(body), case.copying)
+    times = dict.fromkeys(copies(body), case.copying)
     for span, often in zip(inner, case.loops, strict=True):
         if often == 0:
-            branch, target = machine_code.jumps(body, *span)[0]
+            branch, target = jumps(body, *span)[0]
             span = branch + 1, target - 1
         times[span] = often
 
@@ -195,13 +272,6 @@ def fractions(case: Case, counted: dict[str, float], chip: str) -> dict[str, flo
         "shared": copy / max(counted["shared"], 1),
         "latency": case.warps * case.ahead * row / (LATENCY * rate * case.rows_read / rows),
     }
-
-
-def cycles(case: Case, counted: dict[str, float], chip: str) -> float:
-    """Cycles of a multiprocessor for a token, by the nearest limit."""
-    copy = (case.rows_read + case.rows_written) * case.dim * 2
-    rate = COPIES[chip] / (MULTIPROCESSORS * CLOCK)
-    return copy / rate / min(1, *fractions(case, counted, chip).values())
 
 
 def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
@@ -294,70 +364,6 @@ CASES = [
 ]  # fmt: skip
 
 
-# ---- rows of a block -----------------------------------------------------------------------------
-
-DEPTHS, BLOCKS = (30, 60, 100), (2, 4, 6, 8, 10, 12, 16)
-MOST_PULLED = 8  # sources of one pass over the gradients
-
-BLOCKS_HEADER = """
-## Rows of a block
-
-All boundaries and far passes of a training step of L layers, with a residual and a layer-norm
-behind each boundary, in blocks of B rows: thousands of cycles of a multiprocessor for a token of
-D = 512 in bf16, by the nearest limit of each launch, and the KB that a token moves. A far pass of
-forward serves up to 16 rows, one of backward 8. Left out: what a launch costs whatever its size,
-and the last pass of a launch, in which not all multiprocessors have work.
-
-The default is B = 4 up to 32 rows and 8 above, on every device. By this count 8 is better on CUDA
-for 30 layers too, and on an H200 16 is a little better than 8. The default stays until a GPU has
-measured it: in KB, which are no guess, 8 gains little at 30 layers and 16 loses, and more rows take
-memory for more sums. `make gpu STAGE=bench` measures B = 4, 8 and 16.
-
-"""
-
-
-def launches(layers: int, block: int) -> list[Case]:
-    """Those of a step, as `deepfast.depth.schedule` makes them for a full history."""
-    rows, found = layers + 1, []
-    for start in range(0, rows, block):
-        end = min(start + block, rows)
-        if start:
-            # Backward computes the sums again.
-            found += [mix(start, end - start)] * 2
-        for first in range(start, end if end < rows else start, MOST_PULLED):
-            found.append(pull(rows - end, min(MOST_PULLED, end - first)))
-        for k in range(start, end):
-            found.append(forward(k - start + 1, far=start > 0))
-            found.append(backward(k - start + 1, end - k, far=(start > 0) + (end < rows)))
-    return found
-
-
-def blocks(code: Code) -> str:
-    counted: dict[tuple, dict[str, float]] = {}
-
-    def total(chip: str, layers: int, block: int) -> float:
-        found = 0.0
-        for case in launches(layers, block):
-            key = case.kernel, case.loops
-            if key not in counted:
-                counted[key] = count(code[case.source][case.kernel], case)
-            found += cycles(case, counted[key], chip)
-        return found / 1000
-
-    lines = [("", "L", *(f"B={b}" for b in BLOCKS), "best")]
-    lines.append(("---",) * len(lines[0]))
-    for chip in COPIES:
-        for layers in DEPTHS:
-            times = {b: total(chip, layers, b) for b in BLOCKS}
-            best = min(times, key=times.__getitem__)
-            lines.append((chip, str(layers), *(f"{t:.1f}" for t in times.values()), f"B={best}"))
-    for layers in DEPTHS:
-        moved = {b: sum(c.rows_read + c.rows_written for c in launches(layers, b)) for b in BLOCKS}
-        best = min(moved, key=moved.__getitem__)
-        lines.append(("KB", str(layers), *map(str, moved.values()), f"B={best}"))
-    return BLOCKS_HEADER + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="file of the table")
@@ -373,7 +379,7 @@ def main() -> int:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         code = {source: compiled(source, folder) for source in sorted({c.source for c in CASES})}
-    text += table(CASES, code) + blocks(code)
+    text += table(CASES, code)
     print(text)
     if args.write:
         args.write.write_text(text)

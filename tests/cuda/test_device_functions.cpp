@@ -19,21 +19,6 @@ T* data(const Tensor& t) {
 }
 
 template <class T>
-void widen_all(const uint16_t* bits, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; i += kChunk) {
-    Chunk<T> chunk;
-    memcpy(&chunk, bits + i, sizeof(chunk));
-    float v[kChunk];
-    widen(chunk, v);
-    memcpy(out + i, v, sizeof(v));
-    for (int j = 0; j < kChunk; ++j)
-      DEEPFAST_CHECK(
-          detail::bits_as<uint32_t>(to_float(T{bits[i + j]})) == detail::bits_as<uint32_t>(v[j]),
-          "a chunk and a value differ at ", i + j);
-  }
-}
-
-template <class T>
 void narrow_all(const float* values, uint16_t* out, int64_t count) {
   for (int64_t i = 0; i < count; i += kChunk) {
     float v[kChunk];
@@ -46,10 +31,7 @@ void narrow_all(const float* values, uint16_t* out, int64_t count) {
   }
 }
 
-// 16-bit patterns to fp32 and back; a multiple of eight of them.
-void widen_op(Tensor bits, bool half, Tensor out) {
-  (half ? widen_all<f16> : widen_all<bf16>)(data<uint16_t>(bits), data<float>(out), bits.numel());
-}
+// fp32 to 16-bit patterns; a multiple of eight of them.
 void narrow_op(Tensor values, bool half, Tensor out) {
   (half ? narrow_all<f16> : narrow_all<bf16>)(data<float>(values), data<uint16_t>(out),
                                               values.numel());
@@ -90,7 +72,6 @@ void row_op(Tensor dims, bool aligned, Tensor chunks, Tensor lanes, Tensor threa
 }  // namespace
 
 STABLE_TORCH_LIBRARY(deepfast_device_functions, m) {
-  m.def("widen(Tensor bits, bool half, Tensor(a!) out) -> ()");
   m.def("narrow(Tensor values, bool half, Tensor(a!) out) -> ()");
   m.def("drop(Tensor(a!) x, Tensor seed, int first, float p) -> ()");
   m.def("dropout_factors(float p, Tensor(a!) out) -> ()");
@@ -100,7 +81,6 @@ STABLE_TORCH_LIBRARY(deepfast_device_functions, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(deepfast_device_functions, CPU, m) {
-  m.impl("widen", TORCH_BOX(&widen_op));
   m.impl("narrow", TORCH_BOX(&narrow_op));
   m.impl("drop", TORCH_BOX(&drop_op));
   m.impl("dropout_factors", TORCH_BOX(&dropout_factors_op));

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.depth.schedule import depth_pattern
-from deepfast.measure.traffic import engine_moved
-
 
 @pytest.fixture(scope="module")
 def limits():
@@ -48,7 +45,7 @@ LINES = [
 
 
 def test_counts_a_loop(limits):
-    code = limits.machine_code.instructions(listing(LINES))
+    code = limits.instructions(listing(LINES))
     assert [i.first for i in code[:2]] == ["MOV", "LDG"]
     case = limits.Case(
         source="", kernel="", what="", loops=(3,), rows_read=1, rows_written=1, ahead=1, warps=8
@@ -66,7 +63,7 @@ def test_a_loop_that_no_case_names_is_an_error(limits):
         source="", kernel="k", what="", rows_read=1, rows_written=1, ahead=1, warps=8
     )
     with pytest.raises(SystemExit, match="expected 0 inner loops, got 1"):
-        limits.count(limits.machine_code.instructions(listing(LINES)), case)
+        limits.count(limits.instructions(listing(LINES)), case)
 
 
 # A loop over tokens from 0x00 to 0xd0. Unless a branch jumps over it, one warp waits for a stage
@@ -99,15 +96,6 @@ def test_counts_copies_of_one_warp(limits):
         source="", kernel="", what="", tokens=0.5, loops=(4, 0), rows_read=1, rows_written=1,
         ahead=1, warps=8, never="LDG.E.128",
     )  # fmt: skip
-    found = limits.count(limits.machine_code.instructions(listing(COPYING)), case)
+    found = limits.count(limits.instructions(listing(COPYING)), case)
     # Of every warp 8: without the copies and the load. An eighth: two branches, four times two.
     assert found["slots"] == 2 * (8 + (2 + 4 * 2) / 8)
-
-
-def test_launches_of_a_step_move_what_is_counted_elsewhere(limits):
-    """Beside the states of `measure.traffic` a boundary reads a residual and writes another result;
-    in backward it reads another gradient and writes one."""
-    for rows, block in ((31, 4), (61, 8)):
-        moved = sum(c.rows_read + c.rows_written for c in limits.launches(rows - 1, block))
-        pattern = depth_pattern(rows, None, 1, 1)
-        assert moved == engine_moved(pattern, block=block) + 4 * rows
