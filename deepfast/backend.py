@@ -40,13 +40,13 @@ OPS = {
 }
 """The launches of each op. norm_linear and feed_forward use those of layer_norm and activation."""
 
-KERNEL_FILES = {
+KERNEL_FILES = {op: (op,) for op in OPS} | {
     # The boundary's far passes have their own file.
     "boundary": ("boundary", "mix_rows"),
     "attention_boundary": ("attention_boundary", "attend_rows"),
     "linear_cross_entropy": ("cross_entropy",),
 }
-"""The files of kernels/ that serve an op, where it is not one file with the op's name."""
+"""The files of kernels/ that serve an op."""
 
 NO_CUDA = (
     "activation",
@@ -89,20 +89,15 @@ def _load_compiled():
 _C, _C_REASON = _load_compiled()
 
 
-def _check_threads() -> None:
-    """Warns where OpenMP gives parallel loops fewer threads than torch reports. It only reads the
-    environment: a parallel loop would start threads, and a process with threads cannot fork
-    safely."""
-    limit, threads = os.environ.get("OMP_THREAD_LIMIT", ""), torch.get_num_threads()
-    if limit.isdecimal() and int(limit) < threads:
-        warnings.warn(
-            f"OMP_THREAD_LIMIT={limit} leaves parallel loops {limit} of torch's {threads} threads",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-_check_threads()
+# OpenMP may give parallel loops fewer threads than torch reports. Only the environment is read: a
+# parallel loop would start threads, and a process with threads cannot fork safely.
+_limit, _threads = os.environ.get("OMP_THREAD_LIMIT", ""), torch.get_num_threads()
+if _limit.isdecimal() and int(_limit) < _threads:
+    warnings.warn(
+        f"OMP_THREAD_LIMIT={_limit} leaves parallel loops {_limit} of torch's {_threads} threads",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 emulated = None
@@ -166,20 +161,13 @@ def _triton_module(name: str):
         return None, f"deepfast.kernels.{name} does not load ({error})"
 
 
-def _kernel_files(op: str) -> tuple[str, ...]:
-    return KERNEL_FILES.get(op, (op,))
-
-
-def _triton_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "Triton kernels compute in float32"
-    if device_type != "cuda" and not (device_type == "cpu" and _triton_interpreted()):
+    interpreted = device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type != "cuda" and not interpreted:
         return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
-    return next(filter(None, (_triton_module(name)[1] for name in _kernel_files(op))), None)
+    return next(filter(None, (_triton_module(name)[1] for name in KERNEL_FILES[op])), None)
 
 
 def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -235,13 +223,9 @@ def cuda_build() -> str | None:
 
 def provable(op: str, device: torch.device) -> dict[str, list[str]]:
     """The backends that can be proved for ``op`` on ``device``, with their dtypes."""
-    found: dict[str, list[str]] = {}
-    for name in PROVABLE.get(device.type, ()):
-        if not (op == "attention" and name in SDPA):
-            dtypes = [dtype_name(d) for d in DTYPES if refusal(op, name, device, d) is None]
-            if dtypes:
-                found[name] = dtypes
-    return found
+    names = [n for n in PROVABLE.get(device.type, ()) if op != "attention" or n not in SDPA]
+    found = {n: [dtype_name(d) for d in DTYPES if refusal(op, n, device, d) is None] for n in names}
+    return {name: dtypes for name, dtypes in found.items() if dtypes}
 
 
 def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -255,18 +239,11 @@ def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
             return f"{known.missing(device)}; {ask}"
         error = found["errors"][backend]
         return None if error is None else f"failed its proof here ({error}); {ask}"
-    if backend == "triton":
-        return f"Triton's interpreter is for tests; {ask}"
-    if backend == "cuda":
-        return f"the emulator is for tests; {ask}"
-    if backend == "varlen":
-        return f"it has no dropout; {ask}"
-    return None
-
-
-def candidates(op: str) -> tuple[str, ...]:
-    """The backends that ``op`` can have, in the order of choice."""
-    return tuple(b for b in BACKENDS if op == "attention" or b not in ("varlen", "sdpa"))
+    reasons = {
+        "triton": "Triton's interpreter is for tests", "cuda": "the emulator is for tests",
+        "varlen": "it has no dropout",
+    }  # fmt: skip
+    return f"{reasons[backend]}; {ask}" if backend in reasons else None
 
 
 def explain(
@@ -276,7 +253,8 @@ def explain(
     device = torch.device(device)
     return {
         name: refusal(op, name, device, dtype, dim) or reserve(op, name, device, dtype)
-        for name in candidates(op)
+        for name in BACKENDS
+        if op == "attention" or name not in ("varlen", "sdpa")
     }
 
 
@@ -346,7 +324,7 @@ def _launchers(op: str, name: str) -> SimpleNamespace | None:
         # The function inside of an op of torch, which calls the dispatcher, costs less time.
         found = {f: LAUNCHES[f].by_name(getattr(ops, f).default._op) for f in OPS[op]}
         return SimpleNamespace(**found)
-    files = [] if name == "reference" else [_triton_module(f)[0] for f in _kernel_files(op)]
+    files = [] if name == "reference" else [_triton_module(f)[0] for f in KERNEL_FILES[op]]
     modules = files or [_reference]
     launchers = {f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
     return SimpleNamespace(**{f: LAUNCHES[f].of_record(run) for f, run in launchers.items()})

@@ -144,7 +144,7 @@ def calls(launch, patience: int = 40) -> Iterator[dict]:
 
 
 def launcher_of(launch):
-    files = backend.KERNEL_FILES.get(launch.op, (launch.op,))
+    files = backend.KERNEL_FILES[launch.op]
     modules = [importlib.import_module(f"deepfast.kernels.{file}") for file in files]
     return next(getattr(m, launch.name) for m in modules if hasattr(m, launch.name))
 
