@@ -17,8 +17,7 @@ from deepfast.ops.layer_norm import normalise
 
 
 def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
-    args = 0.0, False, None, connection.backend
-    return normalise(connection.name, x, None, *norm, *args)  # type: ignore[return-value]
+    return normalise(connection.name, x, None, norm, 0.0, None, connection.backend)
 
 
 def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:

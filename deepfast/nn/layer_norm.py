@@ -44,9 +44,9 @@ class Norm(nn.Module):
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
         """n of residual + dropout(x); with ``residual`` also the sum."""
-        return normalise(
-            self.op, x, residual, *self.as_output(), dropout_p, self.training, None, self.backend
-        )
+        checks.probability(self.op, dropout_p)
+        p = dropout_p if self.training else 0.0
+        return normalise(self.op, x, residual, self.as_output(), p, None, self.backend)
 
     def as_output(self) -> OutNorm:
         """The parameters, for a DLCL boundary that applies this norm in its own pass."""
@@ -72,7 +72,7 @@ class Norm(nn.Module):
 
         @torch.no_grad()
         def function() -> Tensor:
-            return normalise(op, source(), None, *norm(), 0.0, False, None, backend)  # type: ignore
+            return normalise(op, source(), None, norm(), 0.0, None, backend)
 
         return Recompute(n, function)
 

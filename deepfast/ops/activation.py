@@ -11,65 +11,53 @@ from deepfast.reference.activation import KINDS
 from deepfast.reference.activation import activation as reference
 
 
-def compute(
-    h: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    backend: str | None,
-    inplace: bool = False,
-) -> Tensor:
+def compute(a, inplace: bool = False) -> Tensor:
     """``dropout(act(h + bias))``, shaped like h, without autograd. With ``inplace`` the result
-    overwrites h where h's last dimension is contiguous."""
-    _, launch = backends.choose("activation", backend, h.device, h.dtype, h.shape[-1])
-    given, h = h, common.rows(h)
-    out = h.view(given.shape) if inplace else common.empty_contiguous(given)
-    bias = common.parameter(bias, h.dtype)
+    overwrites h where h's last dimension is contiguous.
+
+    a: operands of `activation_op`.
+    """
+    _, launch = backends.choose("activation", a.backend, a.h.device, a.h.dtype, a.h.shape[-1])
+    h = common.rows(a.h)
+    out = h.view(a.h.shape) if inplace else common.empty_contiguous(a.h)
     launch.activation_forward(
-        h=h, bias=bias, kind=kind, dropout_p=dropout_p, seed=seed, out=out.view(h.shape)
-    )
+        h=h, bias=common.parameter(a.bias, h.dtype), kind=a.kind, dropout_p=a.dropout_p,
+        seed=a.seed, out=out.view(h.shape),
+    )  # fmt: skip
     return out
 
 
-def empty_bias_grad(dout: Tensor, wanted: bool) -> Tensor:
-    """For the gradient of the bias: (F,), or without elements where it is not wanted."""
-    return dout.new_empty(dout.shape[-1] if wanted else 0, dtype=compute_dtype(dout.dtype))
+def _empty_bias_grad(a) -> Tensor:
+    """(F,), or without elements where it is not wanted."""
+    dout = a.dout
+    return dout.new_empty(dout.shape[-1] if a.wants[1] else 0, dtype=compute_dtype(dout.dtype))
 
 
-def compute_grad(
-    dout: Tensor,
-    saved: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    want_bias: bool,
-    backend: str | None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of h and of the bias from dout, the gradient of `compute`'s result.
+def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradients of h, shaped like dout, and of the bias from that of `compute`'s result.
 
-    That of h is shaped like dout. saved: for relu the result, which needs no seed and no bias; for
-    gelu h. With ``inplace`` the gradient of h overwrites dout where dout's last dimension is
-    contiguous.
+    With ``inplace`` the gradient of h overwrites dout where dout's last dimension is contiguous.
+
+    a: operands of `activation_grad`. saved: for relu the result, which needs no seed and no bias;
+        for gelu h.
     """
-    _, launch = backends.choose("activation", backend, dout.device, dout.dtype, dout.shape[-1])
-    given, dout = dout, common.rows(dout)
-    dh = dout.view(given.shape) if inplace else common.empty_contiguous(given)
-    dbias, bias = empty_bias_grad(dout, want_bias), common.parameter(bias, dout.dtype)
+    dout = common.rows(a.dout)
+    _, launch = backends.choose("activation", a.backend, dout.device, dout.dtype, dout.shape[-1])
+    dh = dout.view(a.dout.shape) if inplace else common.empty_contiguous(a.dout)
+    dbias = _empty_bias_grad(a)
     launch.activation_backward(
-        dout=dout, saved=common.rows(saved), bias=bias, kind=kind, dropout_p=dropout_p, seed=seed,
-        dh=dh.view(dout.shape), dbias=dbias if want_bias else None,
+        dout=dout, saved=common.rows(a.saved), bias=common.parameter(a.bias, dout.dtype),
+        kind=a.kind, dropout_p=a.dropout_p, seed=a.seed, dh=dh.view(dout.shape),
+        dbias=dbias if a.wants[1] else None,
     )  # fmt: skip
     return dh, dbias
 
 
-_activation_grad = register(
+activation_grad = register(
     "activation_grad(Tensor dout, Tensor saved, Tensor? bias, str kind, float dropout_p, "
     "Tensor? seed, bool[] wants, str? backend) -> (Tensor dh, Tensor dbias)",
-    lambda a: compute_grad(*a._replace(wants=a.wants[1])),
-    fake=lambda a: (a.dout.new_empty(a.dout.shape), empty_bias_grad(a.dout, a.wants[1])),
+    compute_grad,
+    fake=lambda a: (a.dout.new_empty(a.dout.shape), _empty_bias_grad(a)),
     flops=no_flops,
 )
 
@@ -84,18 +72,14 @@ def _setup(ctx, a, results):
     }  # fmt: skip
 
 
-def _backward(ctx, kept, grads):
-    return gradients(_activation_grad, ctx, kept, dout=grads.out)
-
-
-_activation = register(
+activation_op = register(
     "activation(Tensor h, Tensor? bias, str kind, float dropout_p, Tensor? seed, str? backend) "
     "-> Tensor",
-    lambda a: compute(*a),
+    compute,
     fake=lambda a: a.h.new_empty(a.h.shape),
     flops=no_flops,
     setup=_setup,
-    backward=_backward,
+    backward=lambda ctx, kept, grads: gradients(activation_grad, ctx, kept, dout=grads.out),
     plain=lambda a: reference(a.h, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed),
 )
 
@@ -146,4 +130,4 @@ def activation(
     checks.flag("activation", training=training)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
-    return _activation(h, bias, kind, p, seed, backend)[0]
+    return activation_op(h, bias, kind, p, seed, backend)[0]

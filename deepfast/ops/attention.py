@@ -82,22 +82,7 @@ _attention_grad = register(
 )
 
 
-def _plain(a):
-    # The reference reads the lengths, which a graph cannot. Torch draws the dropout mask itself.
-    o = torch_attention.sdpa(
-        a.q, a.k, a.v, a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k, a.left,
-        a.right, a.scale, a.dropout_p,
-    )  # fmt: skip
-    return (o,)
-
-
-def _setup(ctx, a, results):
-    return a._asdict() | results._asdict()
-
-
 def _backward(ctx, kept, grads):
-    if grads.o is None:
-        return {}
     dq, dk, dv = _attention_grad(dout=grads.o, **kept)
     return {"q": dq, "k": dk, "v": dv}
 
@@ -111,9 +96,10 @@ _attention = register(
     flops=_flops,
     raw_flops=True,
     cast=("q", "k", "v"),
-    setup=_setup,
+    setup=lambda ctx, a, results: a._asdict() | results._asdict(),
     backward=_backward,
-    plain=_plain,
+    # The reference reads the lengths, which a graph cannot. Torch draws the dropout mask itself.
+    plain=lambda a: (torch_attention.sdpa(a),),
     public=1,
 )
 
@@ -254,17 +240,17 @@ def attention(
     if name == "triton" and q.shape[-1] > WIDEST and backends.asked(backend) is None:
         name = "sdpa"
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *sides
+    given = _attention.operands(q, k, v, *sizes, scale, dropout_p, None, name)
     if name in backends.SDPA:
-        return torch_attention.sdpa(q, k, v, *sizes, scale, dropout_p)
+        return torch_attention.sdpa(given)
     if name == "varlen":
         if dropout_p > 0:
             raise ValueError(
                 f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
             )
-        return torch_attention.varlen(q, k, v, *sizes, scale)
+        return torch_attention.varlen(given)
     if name == "triton" and q.shape[-1] > WIDEST:
         raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = map(_contiguous_channels, (q, k, v))
-    (o,) = _attention(q, k, v, *sizes, scale, dropout_p, seed, name)
-    return o
+    return _attention(q, k, v, *sizes, scale, dropout_p, seed, name)[0]

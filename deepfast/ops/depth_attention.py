@@ -16,15 +16,15 @@ from deepfast.reference.depth_attention import depth_attention as reference
 NORMS = ("rms", None)
 
 
-def _launch_operands(a):
+def launch_operands(sources, query, scores, backend: str | None):
     """The launches of the backend, and the operands as kernels read them: the sources as rows
     (T, D), the query (H, D), the scores (T, K, H)."""
-    first = a.sources[0]
+    first = sources[0]
     _, launch = backends.choose(
-        "depth_attention", a.backend, first.device, first.dtype, first.shape[-1]
+        "depth_attention", backend, first.device, first.dtype, first.shape[-1]
     )
-    rows = [common.rows(s) for s in a.sources]
-    query, scores = (common.parameter(p, first.dtype) for p in (a.query, a.scores))
+    rows = [common.rows(s) for s in sources]
+    query, scores = (common.parameter(p, first.dtype) for p in (query, scores))
     if scores is not None:
         scores = scores.view(rows[0].shape[0], *scores.shape[-2:])
     return launch, rows, query, scores
@@ -32,7 +32,7 @@ def _launch_operands(a):
 
 def _forward(a):
     results = _fake(a)
-    launch, sources, query, scores = _launch_operands(a)
+    launch, sources, query, scores = launch_operands(a.sources, a.query, a.scores, a.backend)
     (tokens, dim), hops = sources[0].shape, results[0].shape[-2]
     out = results[0].view(tokens * hops, dim)
     lse, most, total = (x.view(tokens, hops) for x in results[1:])
@@ -53,7 +53,7 @@ def _fake(a):
 
 def _grad_forward(a):
     results = _grad_fake(a)
-    launch, sources, query, scores = _launch_operands(a)
+    launch, sources, query, scores = launch_operands(a.sources, a.query, a.scores, a.backend)
     dsources, dquery, dscores = only_wanted(results, a.wants)
     hops, shape = a.most.shape[-1], sources[0].shape
     dsources = [d.view(shape) for d in dsources or ()]
@@ -100,8 +100,6 @@ def _setup(ctx, a, results):
 
 
 def _backward(ctx, kept, grads):
-    if grads.out is None and grads.lse is None:
-        return {}
     dout = torch.zeros_like(kept["out"]) if grads.out is None else grads.out
     return gradients(_depth_attention_grad, ctx, kept, dout=dout, dlse=grads.lse)
 

@@ -14,6 +14,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
+from deepfast.ops.depth_attention import launch_operands
 from deepfast.ops.register import gradients, only_wanted, register
 from deepfast.reference.depth_mix import depth_mix as reference
 
@@ -97,12 +98,6 @@ def _setup(ctx, a, results):
     }  # fmt: skip
 
 
-def _backward(ctx, kept, grads):
-    if grads.out is None:
-        return {}
-    return gradients(_depth_mix_grad, ctx, kept, dout=grads.out)
-
-
 _depth_mix = register(
     "depth_mix(Tensor[] sources, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, "
     "float eps, str? backend) -> (Tensor out, Tensor mean, Tensor rstd)",
@@ -110,7 +105,7 @@ _depth_mix = register(
     fake=_fake,
     flops=_flops,
     setup=_setup,
-    backward=_backward,
+    backward=lambda ctx, kept, grads: gradients(_depth_mix_grad, ctx, kept, dout=grads.out),
     plain=lambda a: (
         reference(a.sources, a.weight, norm_weight=a.norm_weight, norm_bias=a.norm_bias, eps=a.eps),
     ),
@@ -130,7 +125,7 @@ def mix_tokens(sources: list[Tensor], weight: Tensor, backend: str | None) -> Te
     """
     first = sources[0]
     *lead, dim = first.shape
-    launch, sources, scores = _token_operands(sources, weight, backend)
+    launch, sources, _, scores = launch_operands(sources, None, weight, backend)
     out = first.new_empty(*lead, scores.shape[-1], dim)
     out_rows = out.view(-1, dim)
     launch.depth_attention_forward(
@@ -156,24 +151,13 @@ def mix_tokens_backward(
         accumulate: whether to add to what is in ``dsources``.
         dweight: (..., K, S) in the compute dtype, contiguous, to write to, or None.
     """
-    launch, sources, scores = _token_operands(sources, weight, backend)
+    launch, sources, _, scores = launch_operands(sources, None, weight, backend)
     dsources = [d.view(sources[0].shape) for d in dsources]
     dscores = None if dweight is None else dweight.view(scores.shape)
     launch.depth_attention_backward(
         sources=sources, scores=scores, norm=False, eps=0.0, dout=common.rows(dout),
         dsources=dsources, accumulate=accumulate, dscores=dscores,
     )  # fmt: skip
-
-
-def _token_operands(sources: list[Tensor], weight: Tensor, backend: str | None):
-    """The launches of the backend, the sources as rows (T, D), the weight as scores (T, K, S)."""
-    first = sources[0]
-    _, launch = backends.choose(
-        "depth_attention", backend, first.device, first.dtype, first.shape[-1]
-    )
-    rows = [common.rows(s) for s in sources]
-    weight = common.parameter(weight, first.dtype)
-    return launch, rows, weight.view(rows[0].shape[0], *weight.shape[-2:])
 
 
 def _token_grad_fake(a):
@@ -207,17 +191,13 @@ _depth_mix_tokens_grad = register(
 )
 
 
-def _token_backward(ctx, kept, grads):
-    return gradients(_depth_mix_tokens_grad, ctx, kept, dout=grads.out)
-
-
 _depth_mix_tokens = register(
     "depth_mix_tokens(Tensor[] sources, Tensor weight, str? backend) -> Tensor",
     lambda a: mix_tokens(a.sources, a.weight, a.backend),
     fake=_token_fake,
     flops=lambda a: a.weight[-1] * _flops(a),
     setup=lambda ctx, a, results: a._asdict(),
-    backward=_token_backward,
+    backward=lambda ctx, kept, grads: gradients(_depth_mix_tokens_grad, ctx, kept, dout=grads.out),
     plain=lambda a: reference(a.sources, a.weight),
 )
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from deepfast import checks
 from deepfast.ops import common, norm
-from deepfast.ops.activation import compute as activate
-from deepfast.ops.activation import compute_grad as activate_grad
+from deepfast.ops.activation import activation_grad, activation_op, compute, compute_grad
 from deepfast.ops.register import register
 from deepfast.reference.activation import KINDS, activation
 
@@ -44,10 +43,8 @@ def _up(a, n):
 
 def _activate(a, h):
     """The hidden activation; ReLU's overwrites h, because its backward reads the result alone."""
-    return activate(
-        h, a.up_bias, a.activation, a.activation_p, a.activation_seed, a.backend,
-        a.activation == "relu",
-    )  # fmt: skip
+    given = h, a.up_bias, a.activation, a.activation_p, a.activation_seed, a.backend
+    return compute(activation_op.operands(*given), inplace=a.activation == "relu")
 
 
 def _fake(a):
@@ -72,12 +69,12 @@ def _grad_forward(a):
         if relu:
             kept = hidden
         del hidden
-        dh = a.dout.matmul(a.down)
-        dh, dup_bias = activate_grad(
-            dh, kept, a.up_bias, a.activation, a.activation_p, a.activation_seed, want.dup_bias,
-            a.backend, True,
+        given = activation_grad.operands(
+            a.dout.matmul(a.down), kept, a.up_bias, a.activation, a.activation_p,
+            a.activation_seed, [True, want.dup_bias], a.backend,
         )  # fmt: skip
-        del kept
+        dh, dup_bias = compute_grad(given, inplace=True)
+        del kept, given
         products = common.linear_grads(dh, n, want.dup, False)[0], dup_bias, *down
         del n
         through = dh.matmul(a.up)
@@ -223,11 +220,11 @@ def feed_forward(
     """
     name = "feed_forward"
     x, residual, dim = norm.check(
-        name, x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
+        name, x, residual, (norm_weight, norm_bias, eps, rms), dropout_p, prefix="norm_"
     )
     checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
-    checks.flag(name, rms=rms, training=training, keep=keep, want_norm=want_norm)
+    checks.flag(name, training=training, keep=keep, want_norm=want_norm)
     up, _ = common.linear_operands(name, x, dim, ("up", "F", "up_bias"), up, None)
     checks.parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
     names = "down", "N", "down_bias"

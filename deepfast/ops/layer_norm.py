@@ -3,18 +3,28 @@
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.ops import common, norm
+from deepfast.ops import common
+from deepfast.ops.norm import check
+from deepfast.ops.norm import layer_norm as registered
 
 
-def normalise(op, x, residual, weight, bias, eps, rms, dropout_p, training, seed, backend):
-    """`layer_norm` or, with ``rms``, `rms_norm`; errors begin with ``op``."""
+def normalise(op: str, x, residual, norm: tuple, dropout_p: float, seed, backend):
+    """`layer_norm` or `rms_norm`; errors begin with ``op``.
+
+    norm: weight, bias, eps, and whether it is an RMS norm.
+    """
     common.reverse_mode_only(op)
-    x, residual, _ = norm.check(op, x, residual, weight, bias, eps, dropout_p, cast=common.alike)
-    checks.flag(op, training=training)
-    p = dropout_p if training else 0.0
-    seed = common.draw_seed(op, seed, x.device) if p > 0 else None
-    y, total = norm.layer_norm(x, residual, weight, bias, eps, rms, p, seed, backend)
+    x, residual, _ = check(op, x, residual, norm, dropout_p, cast=common.alike)
+    seed = common.draw_seed(op, seed, x.device) if dropout_p > 0 else None
+    y, total = registered(x, residual, *norm, dropout_p, seed, backend)
     return y if residual is None else (y, total)
+
+
+def _probability(op: str, dropout_p: float, training: bool) -> float:
+    """That of dropout: 0 but in training."""
+    checks.probability(op, dropout_p)
+    checks.flag(op, training=training)
+    return dropout_p if training else 0.0
 
 
 def layer_norm(
@@ -58,9 +68,8 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
-    return normalise(
-        "layer_norm", x, residual, weight, bias, eps, False, dropout_p, training, seed, backend
-    )
+    p = _probability("layer_norm", dropout_p, training)
+    return normalise("layer_norm", x, residual, (weight, bias, eps, False), p, seed, backend)
 
 
 def rms_norm(
@@ -94,6 +103,5 @@ def rms_norm(
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    return normalise(
-        "rms_norm", x, residual, weight, None, eps, True, dropout_p, training, seed, backend
-    )
+    p = _probability("rms_norm", dropout_p, training)
+    return normalise("rms_norm", x, residual, (weight, None, eps, True), p, seed, backend)

@@ -183,8 +183,6 @@ def _setup(ctx, a, results):
 
 
 def _backward(ctx, kept, grads):
-    if grads.loss is None:
-        return {}
     factor = grads.loss * kept.pop("scale")
     overwrite = _may_overwrite(ctx, factor)
     dtypes = dict(zip(ctx.needs._fields, ctx.dtypes, strict=True))

@@ -152,9 +152,7 @@ def check(
     op: str,
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: tuple[Tensor | None, Tensor | None, float, bool],
     dropout_p: float,
     *,
     prefix: str = "",
@@ -162,6 +160,7 @@ def check(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Checks the operands of ``op``; returns x and residual, cast for autocast, and D.
 
+    norm: weight, bias, eps, and whether it is an RMS norm.
     prefix: what stands before "weight" and "bias" in the op's names for them.
     cast: what autocast does to x and residual.
     """
@@ -171,9 +170,11 @@ def check(
     x, residual = cast(x, residual)
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
+    weight, bias, eps, rms = norm
     dim = x.shape[-1]
     checks.parameter(op, f"{prefix}weight", weight, (dim,), x.device)
     checks.parameter(op, f"{prefix}bias", bias, (dim,), x.device)
     checks.eps(op, eps)
     checks.probability(op, dropout_p)
+    checks.flag(op, rms=rms)
     return x, residual, dim

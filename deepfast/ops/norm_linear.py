@@ -113,9 +113,9 @@ def norm_linear(
     and Apex's memory-efficient layer-norms.
     """
     x, residual, dim = norm.check(
-        "norm_linear", x, residual, norm_weight, norm_bias, eps, dropout_p, prefix="norm_"
+        "norm_linear", x, residual, (norm_weight, norm_bias, eps, rms), dropout_p, prefix="norm_"
     )
-    checks.flag("norm_linear", rms=rms, training=training)
+    checks.flag("norm_linear", training=training)
     names = "weight", "N", "bias"
     weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
     p = dropout_p if training else 0.0

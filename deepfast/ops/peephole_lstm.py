@@ -131,8 +131,6 @@ def _setup(ctx, a, results):
 
 
 def _backward(ctx, kept, grads):
-    if grads.h is None and grads.h_last is None and grads.c_last is None:
-        return {}
     if kept["c"].shape != kept["h"].shape:
         raise RuntimeError("peephole_lstm: a gradient needs keep=True, got keep=False")
     return gradients(

@@ -219,8 +219,9 @@ def register(
             most one list of tensors. ``ctx.bare`` is True in plain eager code, where no other code
             holds the results that are not public.
         backward: (ctx, kept, grads) -> the gradients, by the operands' names; a missing one is
-            None. ``kept`` is what setup returned, ``grads`` has the results' gradients by name, and
-            ``ctx.needs`` says by name which operands need one. None for an op without autograd.
+            None. It runs where a public result has a gradient. ``kept`` is what setup returned,
+            ``grads`` has the results' gradients by name, and ``ctx.needs`` says by name which
+            operands need one. None for an op without autograd.
         plain: (operands) -> the public results, by torch's ops alone, for exported programs that
             are decomposed; needed with backward.
         public: how many results the returned function returns; the others are for backward only.

@@ -1,6 +1,7 @@
 """torch's own attention: SDPA on padded sentences, and its varlen attention on packed ones.
 
-``left`` and ``right`` are the sides of the window, -1 for a side without end.
+``a`` has the operands of the op attention. ``left`` and ``right`` are the sides of the window, -1
+for a side without end.
 """
 
 import functools
@@ -49,30 +50,30 @@ def padded(
     )
 
 
-def _mask(cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, dense) -> Tensor | None:
+def _mask(a, dense: bool) -> Tensor | None:
     """What padded sentences see, (N or 1, 1, M or 1, S); None for all keys.
 
     dense: whether no key is padding. Padding may see anything.
     """
-    alike, device = cu_seqlens_q is cu_seqlens_k, cu_seqlens_q.device
-    keys, queries = torch.arange(max_k, device=device), torch.arange(max_q, device=device)
-    lengths, masks = cu_seqlens_k.diff(), []
+    alike, device = a.cu_seqlens_q is a.cu_seqlens_k, a.q.device
+    keys = torch.arange(a.max_seqlen_k, device=device)
+    queries = torch.arange(a.max_seqlen_q, device=device)
+    lengths, masks = a.cu_seqlens_k.diff(), []
     # A token that looks back from its own key does not reach the padding behind it.
-    if not dense and not (alike and right == 0):
+    if not dense and not (alike and a.right == 0):
         masks.append((keys < lengths[:, None])[:, None, None])
-    if max(left, right) >= 0:
+    if max(a.left, a.right) >= 0:
         if not alike:
-            queries = queries + (lengths - cu_seqlens_q.diff())[:, None]
-        masks.append(seen(queries.view(-1, 1, max_q), keys, left, right))
+            queries = queries + (lengths - a.cu_seqlens_q.diff())[:, None]
+        masks.append(seen(queries.view(-1, 1, a.max_seqlen_q), keys, a.left, a.right))
     return functools.reduce(torch.logical_and, masks) if masks else None
 
 
-def sdpa(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, scale, dropout_p
-) -> Tensor:
+def sdpa(a) -> Tensor:
     """Attention on padded sentences, by torch's scaled_dot_product_attention."""
-    q, scale = _positive_scale(q, scale)
-    count = cu_seqlens_q.shape[0] - 1
+    q, scale = _positive_scale(a.q, a.scale)
+    k, v, max_q, max_k = a.k, a.v, a.max_seqlen_q, a.max_seqlen_k
+    count = a.cu_seqlens_q.shape[0] - 1
     if 0 in (count, max_q, max_k):
         # Zeros that depend on every operand, so that each operand gets a gradient.
         return q * 0 + 0 * (k.sum() + v.sum())
@@ -83,20 +84,18 @@ def sdpa(
             x = Scatter.apply(x, places(cu_seqlens, x.shape[0], length), count * length)
         return x.view(count, length, *x.shape[1:]).transpose(1, 2)
 
-    mask, causal = None, cu_seqlens_q is cu_seqlens_k and (left, right) == (-1, 0)
-    if not causal:
-        mask = _mask(cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, dense)
-    o = padded(
-        pad(q, cu_seqlens_q, max_q), pad(k, cu_seqlens_k, max_k), pad(v, cu_seqlens_k, max_k),
-        mask, dropout_p, causal, scale,
-    )  # fmt: skip
+    causal = a.cu_seqlens_q is a.cu_seqlens_k and (a.left, a.right) == (-1, 0)
+    mask = None if causal else _mask(a, dense)
+    q_padded = pad(q, a.cu_seqlens_q, max_q)
+    k, v = (pad(x, a.cu_seqlens_k, max_k) for x in (k, v))
+    o = padded(q_padded, k, v, mask, a.dropout_p, causal, scale)
     if mask is not None:
         # A query without keys gives 0, and no gradient.
         o = torch.where(mask.any(-1, keepdim=True), o, 0)
     o = o.transpose(1, 2).flatten(0, 1)
     if q.shape[0] == count * max_q:
         return o
-    return Gather.apply(o, places(cu_seqlens_q, q.shape[0], max_q))
+    return Gather.apply(o, places(a.cu_seqlens_q, q.shape[0], max_q))
 
 
 @functools.cache
@@ -114,17 +113,16 @@ def _varlen_options(left: int, right: int) -> dict:
     return {"is_causal": right == 0}
 
 
-def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, scale):
+def varlen(a):
     """Attention on packed sentences, by torch's flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, scale = _positive_scale(q, scale)
-    options = _varlen_options(left, right)
+    q, scale = _positive_scale(a.q, a.scale)
+    k, v, options = a.k, a.v, _varlen_options(a.left, a.right)
     if k.shape[1] != q.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options = options | {"enable_gqa": True}
         else:
             k, v = (_every_head(x, q.shape[1], 1) for x in (k, v))
-    return varlen_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=scale, **options
-    )  # fmt: skip
+    lengths = a.cu_seqlens_q, a.cu_seqlens_k, a.max_seqlen_q, a.max_seqlen_k
+    return varlen_attn(q, k, v, *lengths, scale=scale, **options)

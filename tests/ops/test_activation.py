@@ -8,9 +8,9 @@ from deepfast import backend as backends
 from deepfast.cases import ops
 from deepfast.cases.case import Rows
 from deepfast.ops import activation
-from deepfast.ops.activation import compute, compute_grad
+from deepfast.ops.activation import activation_grad, activation_op, compute, compute_grad
 from deepfast.reference.activation import KINDS
-from tests.ops.cases import assert_agrees
+from tests.ops.cases import assert_agrees, equal
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 # Rows with and without whole vectors, with several kinds of tail, of more than 8192 channels.
@@ -77,7 +77,8 @@ def test_gelu_on_a_cpu_is_exact_to_a_few_units():
     for least, most in ((-12.5, 4.2), (-1, 3.2), (1, 1.5)):
         part = (h > least) & (h != 0)
         assert units(got[part], exact[part]) < most
-    slope, _ = compute_grad(torch.ones_like(h), h, None, "gelu", 0.0, None, False, "cpu")
+    given = torch.ones_like(h), h, None, "gelu", 0.0, None, [True, False], "cpu"
+    slope, _ = compute_grad(activation_grad.operands(*given))
     leaf = x.requires_grad_()
     (exact,) = torch.autograd.grad(F.gelu(leaf).sum(), leaf)
     assert (slope.double() - exact).abs().max() < 1.5e-7
@@ -108,48 +109,40 @@ def test_what_is_not_finite(backend, kind, dtype, dout):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("p", [0.0, P])
-def test_in_place(backend, kind, dtype, p):
-    """The same bits, and the operand's memory."""
-    h, dout = torch.randn(2, 5, 3, 37).to(dtype).unbind()
+@pytest.mark.parametrize("apart", [False, True])
+def test_in_place(backend, kind, dtype, p, apart):
+    """The same bits, and the operand's memory; without contiguous channels a copy changes."""
+    h, dout = torch.randn(2, 37, 6).to(dtype).transpose(1, 2).unbind()
+    h, dout = (h, dout) if apart else (h.contiguous(), dout.contiguous())
     bias, seed = torch.randn(37), torch.tensor(SEED)
-    out = compute(h, bias, kind, p, seed, backend)
-    h_again = h.clone()
-    assert torch.equal(compute(h_again, bias, kind, p, seed, backend, inplace=True), out)
-    assert torch.equal(h_again, out)
-    saved = out if kind == "relu" else h
-    rest = saved, bias, kind, p, seed, True, backend
-    dh, dbias = compute_grad(dout, *rest)
-    dout_again = dout.clone()
-    again = compute_grad(dout_again, *rest, inplace=True)
-    assert torch.equal(again[0], dh)
-    assert torch.equal(again[1], dbias)
-    assert torch.equal(dout_again, dh)
 
+    def forward(h, inplace):
+        return compute(activation_op.operands(h, bias, kind, p, seed, backend), inplace)
 
-def test_the_gradient_may_take_the_place_of_what_was_saved(backend, kind):
-    h, dout = torch.randn(2, 9, 37).unbind()
-    seed = torch.tensor(SEED)
-    saved = compute(h, None, kind, P, seed, backend) if kind == "relu" else h
-    expected, _ = compute_grad(dout, saved, None, kind, P, seed, False, backend)
-    _, launch = backends.choose("activation", backend, "cpu", torch.float32)
-    launch.activation_backward(dout=dout, saved=saved, kind=kind, dropout_p=P, seed=seed, dh=saved)
-    assert torch.equal(saved, expected)
+    def backward(dout, saved, inplace):
+        given = dout, saved, bias, kind, p, seed, [True, True], backend
+        return compute_grad(activation_grad.operands(*given), inplace)
 
-
-def test_in_place_without_contiguous_channels(backend, kind):
-    """The op changes and returns a copy."""
-    h = torch.randn(37, 6).t()
-    expected = compute(h, None, kind, 0.0, None, backend)
-    assert torch.equal(compute(h, None, kind, 0.0, None, backend, inplace=True), expected)
-    dout, rest = torch.randn(37, 6).t(), (h, None, kind, 0.0, None, False, backend)
-    expected, _ = compute_grad(dout, *rest)
-    assert torch.equal(compute_grad(dout, *rest, inplace=True)[0], expected)
+    out, changed = forward(h, False), h.clone()
+    assert torch.equal(forward(changed, True), out)
+    assert torch.equal(changed, h if apart else out)
+    saved, changed = out if kind == "relu" else h, dout.clone()
+    grads = backward(dout, saved, False)
+    assert equal(backward(changed, saved, True), grads)
+    assert torch.equal(changed, dout if apart else grads[0])
+    if not apart:
+        # The gradient may also take the place of what was saved.
+        _, launch = backends.choose("activation", backend, "cpu", torch.float32)
+        launch.activation_backward(
+            dout=dout, saved=saved, bias=bias, kind=kind, dropout_p=p, seed=seed, dh=saved
+        )
+        assert torch.equal(saved, grads[0])
 
 
 def test_in_place_takes_no_memory(meter, kind):
     h = torch.randn(200, 300)
     with meter() as m:
-        compute(h, None, kind, P, torch.tensor(1), "cpu", inplace=True)
+        compute(activation_op.operands(h, None, kind, P, torch.tensor(1), "cpu"), inplace=True)
     assert m.peak < h.nbytes / 10
 
 
