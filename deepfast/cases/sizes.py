@@ -160,16 +160,12 @@ def peephole_lstm(s: Sizes) -> Iterator[Case]:
 
 
 KERNELS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
-    "layer_norm": layer_norm,
-    "activation": activation,
-    "depth_mix": depth_mix,
-    "depth_attention": depth_attention,
-    "boundary": boundary,
-    "attention_boundary": attention_boundary,
-    "attention": attention,
-    "linear_cross_entropy": linear_cross_entropy,
-    "peephole_lstm": peephole_lstm,
-}
+    make.__name__: make
+    for make in (
+        layer_norm, activation, depth_mix, depth_attention, boundary, attention_boundary,
+        attention, linear_cross_entropy, peephole_lstm,
+    )
+}  # fmt: skip
 """By the ops of `deepfast.backend.OPS`: the calls that their kernels are held to."""
 
 PRODUCTS = {"norm_linear": norm_linear, "feed_forward": feed_forward}
