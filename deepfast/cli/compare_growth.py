@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.files import write_atomically
     from deepfast.mt.sweep.growth import EQUAL, page, runs_of_growth
     from deepfast.mt.sweep.runs import compare
-    from deepfast.mt.training.lock import only_run
+    from deepfast.mt.training.run_folder import only_run
 
     processes = processes_of("compare-growth", args)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)

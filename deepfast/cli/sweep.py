@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.sweep.grid import points, runs_of
     from deepfast.mt.sweep.runs import compare
     from deepfast.mt.sweep.table import page
-    from deepfast.mt.training.lock import only_run
+    from deepfast.mt.training.run_folder import only_run
 
     processes = processes_of("sweep", args)
     require("matplotlib", "drawing a sweep")

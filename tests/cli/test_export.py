@@ -15,8 +15,8 @@ from deepfast.mt.models import TransformerConfig, build
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.models.checkpoint_folder import Reader
 from deepfast.mt.training.checkpoint import save_checkpoint
-from deepfast.mt.training.checkpoint_folder import save_folder
 from deepfast.mt.training.ranks import Ranks
+from deepfast.mt.training.saving import save_folder
 
 CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
                            decoder_layers=1, encoder_connection="latent")  # fmt: skip

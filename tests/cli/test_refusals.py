@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.training.lock import only_run
+from deepfast.mt.training.run_folder import only_run
 
 PLAN = ["plan", "--budget", "24GiB", "--width", "512", "--tokens", "8192"]
 SWEEP = ["sweep", "phrases-small", "--over", "model.dim=8", "--output", "new"]

@@ -9,9 +9,9 @@ loads the model of a checkpoint.
 Begin with `run.train`, which says when what happens, and `trainer.Trainer.train_step`, one step
 from batches to new parameters. `recipe` holds what a run is made of, `recipe_file` reads it from
 YAML, `corpus` makes batches of text, `growing` plans the second run of depth growing, `memory` fits
-a run into a budget. `saving` says what a checkpoint holds, `checkpoint` writes and reads one, and
-`run_folder` knows which there are. `ranks` connects the processes that torchrun starts, `shares`
-divides a step among them, `parallel` shares the model, `checkpoint_folder` writes what they have.
+a run into a budget. `saving` says what a checkpoint holds, `checkpoint` writes and reads a file of
+one, and `run_folder` knows which there are. `ranks` connects the processes that torchrun starts,
+and `parallel` divides a step and the model among them.
 """
 
 from deepfast.mt.training.checkpoint import average_checkpoints, load_checkpoint
@@ -33,7 +33,7 @@ from deepfast.mt.training.recipe_file import (
     recipe_from_dict,
     recipe_names,
 )
-from deepfast.mt.training.result import TrainResult
+from deepfast.mt.training.report import TrainResult
 from deepfast.mt.training.run import train
 
 __all__ = [

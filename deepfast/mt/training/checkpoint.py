@@ -12,7 +12,7 @@ needs. The file is a torch file of plain values and tensors:
     recipe              the recipe, as in its file
     training            what resuming needs; an average has none
 
-Under torchrun a checkpoint to resume from is a folder, see `checkpoint_folder`.
+Under torchrun a checkpoint to resume from is a folder, see `deepfast.mt.models.checkpoint_folder`.
 """
 
 from __future__ import annotations

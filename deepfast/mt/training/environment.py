@@ -10,12 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepfast.files import make_folder
 from deepfast.mt.training.errors import RecipeError
 from deepfast.mt.training.recipe import TrainSection
 
@@ -75,28 +73,6 @@ def settings(section: TrainSection) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder before the block. If the block fails, removes the folders that it made and
-    that are still empty.
-
-    A folder that cannot be made is then an error before the work, and a run that never started
-    leaves nothing behind.
-
-    Raises:
-        DataError: it cannot be made.
-    """
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    make_folder(folder)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in new:
-                path.rmdir()
-        raise
 
 
 def heeded(*names: str) -> list[int]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from deepfast.mt.training.environment import set_random_state
 from deepfast.mt.training.errors import NotFiniteError, ToldError, TrainingError
-from deepfast.mt.training.parallel import is_sharded, local, syncing
-from deepfast.mt.training.shares import Share
+from deepfast.mt.training.parallel import Share, is_sharded, local, syncing
 
 Trainer = Any
 """deepfast.mt.training.trainer.Trainer, which imports this module."""

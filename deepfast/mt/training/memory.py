@@ -16,9 +16,8 @@ from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
 from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
-from deepfast.mt.training.parallel import is_sharded
+from deepfast.mt.training.parallel import is_sharded, micro_batches_at_once
 from deepfast.mt.training.recipe import Recipe
-from deepfast.mt.training.shares import micro_batches_at_once
 from deepfast.mt.training.trainer import Trainer
 
 TRIES = 3

@@ -1,15 +1,29 @@
-"""Adam and its learning rate: inverse square root (Vaswani et al. 2017) or constant."""
+"""Adam, its learning rate, and the norm of a step's gradient: of the whole model and each layer."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from deepfast.mt.models import TranslationModel
+from deepfast.mt.training.parallel import whole
 from deepfast.mt.training.recipe import OptimSection
+
+PREFIX = "grad_norm_"
+"""Keys in a line of metrics begin with this."""
+REST = "other"
+"""What is in no part: weights over depth, the last norms, fusions."""
+DIGITS = 7
+"""Digits of a norm that a line of metrics keeps."""
 
 
 def learning_rate(step: int, section: OptimSection) -> float:
-    """The learning rate of step s, counted from 1.
+    """The learning rate of step s, counted from 1 (Vaswani et al. 2017).
 
     It rises linearly to the peak over the w steps of warm-up; then it is peak * sqrt(w/s), or the
     peak. After a restart it is the restart's rate.
@@ -44,3 +58,47 @@ def build_optimizer(model: TranslationModel, section: OptimSection) -> torch.opt
         # One kernel for all parameters; deterministic on the CPU and on CUDA.
         fused=True,
     )
+
+
+class GradientNorms:
+    """Norms of a step's gradient. One pass over the gradients gives the norm of each parameter;
+    those of the layers and of the whole are sums of them.
+    """
+
+    def __init__(self, model: TranslationModel):
+        self._place: dict[int, tuple[str, int | None]] = {}
+        """Parameter, by its id -> its part, and its layer where the part is a list of layers."""
+        self._sizes: dict[str, int] = {}
+        """Part -> its number of layers, where it is a list of layers."""
+        for name, part in model.parts().items():
+            if isinstance(part, nn.Module):
+                self._place |= {id(p): (name, None) for p in part.parameters()}
+                continue
+            self._sizes[name] = len(part)
+            for index, layer in enumerate(part):
+                self._place |= {id(p): (name, index) for p in layer.parameters()}
+        self._learned: list[Tensor] = []
+        self._norms: Any = None
+
+    def measure(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of the whole gradient; where ranks have shards, a common call."""
+        self._learned = [p for p in parameters if p.grad is not None]
+        self._norms = torch.stack(torch._foreach_norm([p.grad for p in self._learned]))
+        return whole(torch.linalg.vector_norm(self._norms))
+
+    def row(self) -> dict[str, float | list[float | None]]:
+        """For a line of metrics, the norms of the last step that `measure` saw, before clipping:
+        of a part, or of each layer of a part. A layer without a gradient has None. Empty before
+        the first step; a common call where ranks have shards."""
+        if not self._learned:
+            return {}
+        squares: dict[tuple[str, int | None], float] = defaultdict(float)
+        for p, norm in zip(self._learned, whole(self._norms).tolist(), strict=True):
+            squares[self._place.get(id(p), (REST, None))] += norm**2
+        norms = {place: float(f"{math.sqrt(x):.{DIGITS}g}") for place, x in squares.items()}
+        alone = {PREFIX + name: norm for (name, index), norm in norms.items() if index is None}
+        layers = {
+            PREFIX + name: [norms.get((name, index)) for index in range(size)]
+            for name, size in self._sizes.items()
+        }
+        return layers | alone

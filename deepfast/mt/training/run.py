@@ -25,7 +25,6 @@ from deepfast.mt.training.environment import (
     SIGNALS,
     StopSignal,
     give_back_large_blocks,
-    new_folder,
     peak_bytes,
     release_freed_memory,
     resolve_device,
@@ -40,18 +39,18 @@ from deepfast.mt.training.errors import (
 )
 from deepfast.mt.training.failed_step import check_weights
 from deepfast.mt.training.growing import read_bottom, runs, stage
-from deepfast.mt.training.lock import only_run
 from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import check_kept, differences, dump_recipe
-from deepfast.mt.training.report import Report
-from deepfast.mt.training.result import TrainResult
+from deepfast.mt.training.report import Report, TrainResult
 from deepfast.mt.training.run_folder import (
     BEST,
     checkpoint_to_resume,
     intact_instead,
+    new_folder,
+    only_run,
     step_checkpoints,
 )
 from deepfast.mt.training.saving import Saving, read_start

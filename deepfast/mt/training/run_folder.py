@@ -1,18 +1,91 @@
-"""The checkpoints in a run's folder: which there are, which are kept, and where to resume."""
+"""A run's folder: one run at a time, which checkpoints it keeps, and where to resume."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
-from deepfast.mt.models.checkpoint import CheckpointError
+from filelock import FileLock, Timeout
+
+from deepfast.files import make_folder
 from deepfast.mt.training.checkpoint import load_checkpoint
+from deepfast.mt.training.errors import CheckpointError, TrainingError
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.report import METRICS
 
 STEP_FILE = "step-{:08d}.pt"
 BEST, AVERAGE = "best.pt", "average.pt"
+LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder before the block. If the block fails, removes the folders that it made and
+    that are still empty.
+
+    A folder that cannot be made is then an error before the work, and a run that never started
+    leaves nothing behind.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
+    """Makes a folder, and keeps other runs out of it until the block or the process ends.
+
+    Args:
+        argument: how to choose another folder.
+
+    Raises:
+        TrainingError: another process has the folder, or it cannot be written.
+        DataError: it cannot be made.
+    """
+    path = folder / LOCK
+    with new_folder(folder), contextlib.ExitStack() as held:
+        lock = FileLock(path)
+        try:
+            lock.acquire(blocking=False)
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
+            held.callback(_release, lock, path.stat())
+        except Timeout as error:
+            owner = path.read_text("utf-8") or "another process"
+            raise TrainingError(
+                f"{folder}: expected a folder in which nothing runs, got one in which {owner} "
+                f"does: wait until it has ended, or choose another with {argument}"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
+            path.unlink(missing_ok=True)
+        yield
+
+
+def _release(lock: FileLock, made: os.stat_result) -> None:
+    """Removes the file, unless the folder was replaced, and gives the lock back."""
+    # An error would hide that of the run. A file that stays is not locked.
+    with contextlib.suppress(OSError):
+        path = Path(lock.lock_file)
+        if os.path.samestat(made, path.stat()):
+            path.unlink()
+    lock.release()
 
 
 def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -1,30 +1,39 @@
 """What a run saves: a step to resume from, the best and the average to translate with.
 
 A process alone writes files. The ranks of torchrun write each step as a folder together, and the
-first of them writes the best and the average as files without what resuming needs.
+first of them writes the best and the average as files without what resuming needs. Only folders
+import torch.distributed.checkpoint, which takes a second.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import CheckpointError, check_keys
+from deepfast.mt.models.checkpoint import check_keys, check_weights
 from deepfast.mt.training.checkpoint import (
     KEYS,
     average_checkpoints,
     check_config,
     load_checkpoint,
     load_weights,
+    not_written,
     save_checkpoint,
+    sync_folder,
+    write_dict,
 )
 from deepfast.mt.training.environment import random_state, set_random_state
+from deepfast.mt.training.errors import CheckpointError, ToldError
 from deepfast.mt.training.parallel import like, whole
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import TrainSection
@@ -122,8 +131,6 @@ class Saving:
         try:
             trainer.corpus.batches.load_state_dict(content["training"]["batches"])
             if "model" not in content:
-                from deepfast.mt.training.checkpoint_folder import load_share
-
                 content = load_share(path, content, trainer.model, self.ranks)
             self._load_weights(content["model"], path)
             state = content["training"]
@@ -198,7 +205,6 @@ class Saving:
             save_checkpoint(path, content)
         else:
             from deepfast.mt.models.checkpoint_folder import parted
-            from deepfast.mt.training.checkpoint_folder import save_folder
 
             path = path.with_suffix("")
             names = {id(p): name for name, p in trainer.model.named_parameters()}
@@ -242,3 +248,87 @@ class Saving:
         self.ranks.by_first(write)
         self._load_weights(load_checkpoint(path)["model"], path)
         return path, len(paths)
+
+
+def save_folder(
+    path: Path, content: dict[str, Any], tensors: dict[str, Tensor], ranks: Ranks
+) -> None:
+    """Write a checkpoint from all ranks. Even after a crash `path` is the old one or the new one.
+
+    Args:
+        content: the keys without tensors; that of the first rank counts.
+        tensors: of this rank, whole or shares.
+
+    Raises:
+        CheckpointError: this rank cannot write, or the first cannot finish.
+        ToldError: another rank cannot write, and says so.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    from deepfast.mt.models.checkpoint_folder import check_sum
+
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        ranks.by_first(lambda: _begin(temporary))
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=ranks.slow)
+        mine = {file.name: check_sum(file) for file in temporary.glob(f"__{ranks.rank}_*.distcp")}
+        files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
+        ranks.by_first(lambda: _finish(temporary, path, content, files))
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        if isinstance(error, (ToldError, dist.DistError)):
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        cause: BaseException = error
+        if isinstance(error, dcp.api.CheckpointException):
+            if ranks.rank not in error.failures:
+                raise ToldError(str(path)) from error
+            cause = error.failures[ranks.rank][0]
+        raise not_written(path, cause) from error
+
+
+def _begin(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _finish(temporary: Path, path: Path, content: dict[str, Any], files: dict[str, int]) -> None:
+    from deepfast.mt.models.checkpoint_folder import METADATA, RUN, check_sum
+
+    files = files | {METADATA: check_sum(temporary / METADATA)}
+    write_dict(temporary / RUN, {"files": files} | content)
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        os.replace(path, old)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_share(path: Path, content: dict[str, Any], model: nn.Module, ranks: Ranks) -> dict:
+    """The content of a checkpoint with this rank's share of each tensor; all ranks call it.
+
+    Args:
+        content: of its ``run.pt``.
+        model: whose parameters say what this rank's share is. They get the values.
+    """
+    from deepfast.mt.models.checkpoint_folder import (
+        MODEL,
+        OPTIMIZER,
+        check_files,
+        joined,
+        read_tensors,
+        shapes,
+    )
+
+    found = shapes(path)
+    check_weights(path, model, {name.removeprefix(MODEL): tuple(entry.size)
+                  for name, entry in found.items() if name.startswith(MODEL)})  # fmt: skip
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        for key, entry in found.items():
+            # What the optimizer keeps for p has its shape, but for the number of steps.
+            if key.rpartition(".")[0] == f"{OPTIMIZER}{name}":
+                tensors[key] = torch.zeros_like(p) if entry.size else torch.zeros(())
+    check_files(path, content["files"], ranks.rank, ranks.size)
+    read_tensors(path, tensors, ranks.slow)
+    return joined(path, content, tensors)

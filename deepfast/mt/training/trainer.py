@@ -19,21 +19,21 @@ from deepfast.mt.models import TranslationModel, build
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
 from deepfast.mt.training.failed_step import not_finite
-from deepfast.mt.training.gradient_norms import GradientNorms
 from deepfast.mt.training.growing import load_bottom
-from deepfast.mt.training.optim import build_optimizer, learning_rate
+from deepfast.mt.training.optim import GradientNorms, build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
+    Share,
     is_sharded,
     local_bytes,
     logits_gathered,
     shard_again,
     share_model,
+    shares,
     syncing,
     whole,
 )
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import Recipe
-from deepfast.mt.training.shares import Share, shares
 
 
 @dataclass

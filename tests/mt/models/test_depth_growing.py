@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.mt.models.transformer import sinusoids
-from deepfast.mt.training.gradient_norms import GradientNorms
+from deepfast.mt.training.optim import GradientNorms
 from deepfast.reference.depth_growing import depth_growing
 from tests.mt.models.kinds import GROWING, LABELS, REAL, SOURCE, TARGET, learning, make
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.training import checkpoint_folder
+from deepfast.mt.training import saving
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def killed_in_save(trainer):
 
 def stopped_before_save(trainer):
     """In what the first rank does while the others wait for it."""
-    checkpoint_folder._begin = lambda path: stopped(trainer)
+    saving._begin = lambda path: stopped(trainer)
 
 
 def scheduler(trainer):

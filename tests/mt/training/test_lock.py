@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepfast.mt.training import TrainingError, train
-from deepfast.mt.training.lock import LOCK, only_run
+from deepfast.mt.training.run_folder import LOCK, only_run
 
 fcntl = pytest.importorskip("fcntl")
 REFUSED = rf"expected a folder in which nothing runs, got one in which process {os.getpid()} on "

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepfast.mt.data import make_batch
-from deepfast.mt.training.shares import shares
+from deepfast.mt.training.parallel import shares
 
 
 def step(counts, seed=0):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deepfast.mt.training import dump_recipe, load_checkpoint, train
-from deepfast.mt.training.lock import only_run
+from deepfast.mt.training.run_folder import only_run
 from tests.mt.training.runs import assert_losses_agree, assert_same_runs, names, rows
 
 pytestmark = [
