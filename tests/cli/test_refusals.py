@@ -31,6 +31,8 @@ REFUSED = [
     (["sweep", "phrases-small", "--over", "model.dim", "--output", "new"], "--over: expected KEY="),
     (["sweep", "phrases-small", "--over", "model.norm=pre", "--output", "swept"],
      "expected a sweep over model.norm, got one over model.dim"),
+    *(([*SWEEP[:-1], name], f"{name}/sweep.json: expected what deepfast sweep writes, got other")
+      for name in ("empty-sweep", "null-sweep")),
     ([*GROWTH, "--seeds", "0"], "seeds must be a whole number of at least 1"),
     ([*GROWTH, "--memory", "much"], "--memory: expected bytes such as"),
     (["compare-growth", "phrases-small"], GROWING),
@@ -79,6 +81,10 @@ REFUSED = [
     (["sweep", "phrases-small", "--over", "model.dim=8", "--output", "busy"], "in which nothing"),
     (["train", "n" * 300], f"{'n' * 300}: cannot be used (File name too long)"),
     (["train", "/proc/self/mem"], "/proc/self/mem: cannot be read (Input/output error)"),
+    (["train", "phrases-small", "output=/proc/nowhere"], "/proc/nowhere: cannot be made"),
+    (["train", "phrases-small", "output=new", "resume=none.pt"], "none.pt: there is no such file"),
+    (["train", "phrases-small", "output=new", "data.phrases=null", "data.train_source=none",
+      "data.train_target=none"], "none: there is no such file"),
     (["train", "recipe.yaml"], "output: expected a folder where recipe.yaml is not replaced"),
     (["translate", "m", "--output", "n" * 300], "cannot be used (File name too long)"),
     *(([*TRANSLATE, "--output", name], READ.format(name)) for name in
@@ -106,7 +112,8 @@ def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence)
     files = {"text": "a\n", "two": "a\nb\n", "empty": "\n", "model.pt": "a 1\n", "words": "a 1\n",
              "dictionary": "a\n", "marked": "a\n<unk> <unk:-1>\n", "steps/run.pt": "a\n",
              "recipe.yaml": "# Mine.\noutput: .\n", "folder.svg/x": "", "page/index.html/x": "",
-             "swept/sweep.json": '{"over": {"model.dim": []}}'}  # fmt: skip
+             "swept/sweep.json": '{"over": {"model.dim": []}}', "empty-sweep/sweep.json": "",
+             "null-sweep/sweep.json": '{"over": null}'}  # fmt: skip
     for name, content in files.items():
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         (tmp_path / name).write_text(content)

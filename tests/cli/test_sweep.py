@@ -49,20 +49,3 @@ def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
     table = (tmp_path / "sweep.md").read_text()
     assert "\n| 5000 | - | - |" in table
     assert failed.split("failed, ")[1] in table
-
-
-def test_other_content_in_a_sweep_s_files_is_one_sentence(tmp_path, capsys):
-    over = ["--over", "optim.lr=1e-3", "--output", str(tmp_path)]
-    run = tmp_path / "optim.lr=1e-3" / "seed-1"
-    run.mkdir(parents=True)
-    for name, texts in {
-        "sweep.json": ("", "[]", "[" * 100_000, "{}", '{"over": null}'),
-        "optim.lr=1e-3/seed-1/settings.json": ("{", "3", "null"),
-    }.items():
-        for text in texts:
-            (tmp_path / name).write_text(text)
-            assert main(["sweep", "phrases-small", *TINY, *over]) == 1
-            said = capsys.readouterr().err
-            assert said.startswith(f"deepfast sweep: {tmp_path / name}: expected what deepfast")
-            assert said.count("\n") == 1
-        (tmp_path / name).unlink()

@@ -99,22 +99,6 @@ def test_an_interrupt_inside_an_import_ends_the_command(python):
     assert done.stderr == "deepfast train: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data.train_source=/nowhere"], "/nowhere: there is no such file"),
-        (["resume=/nowhere.pt"], "/nowhere.pt: there is no such file"),
-        (["output=/proc/nowhere"], "/proc/nowhere: cannot be made"),
-    ],
-)
-def test_mistakes_are_one_sentence_and_exit_1(recipe_path, capsys, arguments, message):
-    assert main(["train", str(recipe_path), *arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("deepfast train: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize("there", [False, True])
 def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
     """Folders that existed before stay, empty or not."""

@@ -163,30 +163,18 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert len(outputs[0].split("\n")) == 2 * len(lines) + 1
     assert outputs[0].split("\n")[1] == ""
 
-    assert main(["translate", whole, "--input", english, "--language", "it"]) == 1
-    assert "language: expected a language of the checkpoint (de, xx)" in capsys.readouterr().err
-    assert main(["translate", small, "--input", english, "--language", "xx"]) == 1
-    assert "language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
-    assert main(["translate", whole, small, "--input", english, "--language", "xx"]) == 1
-    assert "language: expected a language of the checkpoint (de), got" in capsys.readouterr().err
-    assert main(["translate", whole, "--input", english, "--device", "cpu"]) == 1
-    assert "begins with the tag of one of the languages de, xx" in capsys.readouterr().err
-    assert main(["prune", whole, "--output", small, "--language", "it"]) == 1
-    refused = "deepfast prune: expected a language of the model (de, xx), got 'it'\n"
-    assert capsys.readouterr().err == refused
-
     # The smaller model is for one language: it refuses the other's tag like a missing tag.
-    for first, rest in (("<xx>", " house"), ("bridge", " house"), ("\x85", "")):
-        (tmp_path / "other.en").write_text(f"<de> house\n\n{first}{rest}\n")
-        options = ["--input", str(tmp_path / "other.en"), "--device", "cpu"]
-        assert main(["translate", small, *options]) == 1
-        assert capsys.readouterr().err == (
-            f"deepfast translate: line 3 begins with {first!r}: expected a source sentence that "
-            "begins with the tag of one of the languages de, got none of them\n"
-        )
-    assert main(["translate", small, "--language", "de", *options]) == 1
-    expected = "language: expected lines without a tag, got <de> in front of line 1\n"
-    assert capsys.readouterr().err.endswith(expected)
+    other = str(tmp_path / "other.en")
+    for checkpoints, first, language, sentence in (
+        ([whole, small], "a", ["--language", "xx"], "a language of the checkpoint (de), got 'xx'"),
+        ([small], "<xx> a", [], "line 3 begins with '<xx>': expected a source sentence that begins "
+         "with the tag of one of the languages de, got none of them"),
+        ([small], "\x85", [], r"line 3 begins with '\x85': expected a source sentence"),
+        ([small], "a", ["--language", "de"], "expected lines without a tag, got <de> in front of"),
+    ):  # fmt: skip
+        (tmp_path / "other.en").write_text(f"<de> house\n\n{first}\n")
+        assert main(["translate", *checkpoints, "--input", other, *language]) == 1
+        assert sentence in capsys.readouterr().err
 
 
 def test_a_budget_of_memory(latent_recipe):
