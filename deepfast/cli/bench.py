@@ -7,6 +7,8 @@ medians. It is reliable only where nothing else runs. Without an op all are time
 import argparse
 import json
 
+from deepfast.cli.outputs import device_of
+
 EXAMPLE = "deepfast bench layer_norm depth_mix --dtype bfloat16"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -39,11 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--dim: expected an even number, got {args.dim}")
     if not args.json:
         require("rich", "deepfast bench (--json needs no package)")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = device.partition(":")
-    found = torch.cuda.device_count() if kind == "cuda" else 1
-    if kind not in ("cpu", "cuda") or not (index or "0").isdigit() or int(index or 0) >= found:
-        raise ValueError(f"--device: expected cpu or a cuda device of {found} here, got {device}")
+    device = str(device_of(args.device))
     sizes = Sizes(tokens=args.tokens, dim=args.dim, dtype=getattr(torch, args.dtype), device=device)
     keep_memory()
     rows = []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from deepfast import backend
+from deepfast.cli.outputs import device_of
 from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.proof import known
 from deepfast.proof import table as tables
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def collect(device: str, dtype: torch.dtype) -> dict:
+def collect(device: torch.device, dtype: torch.dtype) -> dict:
     """Everything the command prints."""
     override = backend.asked()
     if override not in (None, *backend.BACKENDS):
@@ -43,14 +44,14 @@ def collect(device: str, dtype: torch.dtype) -> dict:
         "deepfast": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name()
-        if device == "cuda"
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
         else f"cpu ({platform.processor() or platform.machine()})",
         "threads": torch.get_num_threads(),
         "dtype": dtype_name(dtype),
         "build": backend.build_info(),
         "override": override,
-        "proof": _proof(torch.device(device)),
+        "proof": _proof(device),
         "ops": {op: _choice(op, override, device, dtype) for op in backend.OPS},
         "made_of": MADE_OF,
     }
@@ -65,7 +66,7 @@ def _proof(device: torch.device) -> dict:
     return {"mode": known.mode(), "source": table.source, "lines": list(tables.lines(table))}
 
 
-def _choice(op: str, override: str | None, device: str, dtype: torch.dtype) -> dict:
+def _choice(op: str, override: str | None, device: torch.device, dtype: torch.dtype) -> dict:
     """The backend that serves an op (None if the override cannot), and why the others do not."""
     refused = backend.explain(op, device, dtype)
     if override is not None:
@@ -118,11 +119,7 @@ def _proof_lines(device: str, proof: dict) -> Iterator[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: expected a device of this machine, got 'cuda': no GPU found")
+    device = device_of(args.device)
     dtype = getattr(torch, args.dtype, None)
     if dtype not in DTYPES:
         names = ", ".join(map(dtype_name, DTYPES))
@@ -136,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     # Each op gives the reason why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
     print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
-    print(*_proof_lines(device, info["proof"]), sep="\n")
+    print(*_proof_lines(device.type, info["proof"]), sep="\n")
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")
     print(*_lines(info), sep="\n")

@@ -1,9 +1,10 @@
-"""What commands check of their outputs before they work."""
+"""What commands check of their outputs and their device before they work."""
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 PICTURES = (".svg", ".png")
 
@@ -65,3 +66,24 @@ def check_picture(option: str, path: Path | None) -> None:
     from deepfast.files import check_writable
 
     check_writable(path)
+
+
+def device_of(
+    name: str | None, expected: str = "cpu or cuda", kinds: Collection[str] = ("cpu", "cuda")
+) -> Any:
+    """The torch.device of --device, which this machine has; None: a GPU where there is one."""
+    import torch
+
+    count = torch.cuda.device_count()
+    name = name or ("cuda" if count else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in kinds:
+        raise ValueError(f"--device: expected {expected}, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"--device: expected a device of this machine, got {name!r}: {count or 'no'} GPU found"
+        )
+    return device

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from deepfast import backend
+from deepfast.cli.outputs import device_of
 from deepfast.files import check_writable, write_atomically
 from deepfast.proof import known
 from deepfast.proof import table as tables
@@ -28,34 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the table to FILE too")
 
 
-def checked_device(name: str) -> torch.device:
-    """The device of --device, if it is one where kernels are proved."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: expected a GPU such as cuda:1, got {name!r}") from None
-    if device.type not in backend.PROVABLE:
-        raise ValueError(
-            f"--device: expected a GPU such as cuda:1, got {name!r}: elsewhere there is nothing to "
-            "prove"
-        )
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(
-            f"--device: expected a device of this machine, got {name!r}: {count or 'no'} GPU found"
-        )
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def run(args: argparse.Namespace) -> int:
     if args.write is not None:
         check_writable(args.write)
     for op in args.op or ():
         if op not in backend.OPS:
             raise ValueError(f"--op: expected one of {', '.join(backend.OPS)}, got {op!r}")
-    device = checked_device(args.device)
+    expected = "a GPU such as cuda:1 (elsewhere there is nothing to prove)"
+    device = device_of(args.device, expected, backend.PROVABLE)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     wanted = {op: backend.provable(op, device) for op in args.op or backend.OPS}
     table = known.table(device, backend.cuda_build())
     with tables.lock(table.key):

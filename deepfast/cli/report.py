@@ -40,9 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
     settings = replace(settings, training=not args.no_training)
+    # The command that makes the same report, without the output folder.
+    options = [n for n in ("full", "quick", "no_training") if getattr(args, n)]
+    command = " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in options)])
     make_folder(args.output)
     check_writable(args.output / page.PAGE)
-    report = make_report(settings, command_line(args), Progress())
+    report = make_report(settings, command, Progress())
     path = page.write(report, args.output)
     if args.trace and not report["interrupted"]:
         depth = write_trace(settings, args.output / "trace.json")
@@ -54,9 +57,3 @@ def run(args: argparse.Namespace) -> int:
     after = "interrupted after" if report["interrupted"] else "after"
     print(f"{path} {after} {report['seconds']['total']:.0f} s")
     return INTERRUPTED if report["interrupted"] else 0
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that makes the same report, without the output folder."""
-    names = [n for n in ("full", "quick", "no_training") if getattr(args, n)]
-    return " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in names)])

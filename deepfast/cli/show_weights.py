@@ -44,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure import weight_picture
     from deepfast.mt.models.checkpoint import load_model
     from deepfast.mt.models.interface import SearchModel
-    from deepfast.nn import MUDD
 
     check_picture("--output", args.output)
     threshold = weight_picture.THRESHOLD if args.threshold is None else args.threshold
@@ -58,17 +57,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ValueError(f"{args.checkpoint}: {error}") from error
     if not sides and not choices:
-        if any(isinstance(m, MUDD) for m in model.modules()):
-            expected = (
-                "weights that a picture can show; MUDD has other weights for each token, stream "
-                "and layer"
-            )
-        else:
-            expected = (
-                "a model with DLCL, attention residuals or latent depth in the encoder or the "
-                "decoder, got none of them"
-            )
-        raise ValueError(f"{args.checkpoint}: expected {expected}")
+        raise ValueError(
+            f"{args.checkpoint}: expected a model with DLCL, attention residuals or latent depth "
+            "in the encoder or the decoder, got none of them (MUDD has other weights for each "
+            "token, stream and layer)"
+        )
     if args.threshold is not None and not sides:
         raise ValueError(f"--threshold: expected a model with weights, got {args.checkpoint}")
     if args.source is not None:
