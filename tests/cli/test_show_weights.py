@@ -126,34 +126,20 @@ def test_one_source(save, tmp_path, capsys):
     assert "Weight of y0 in the decoder" in " ".join(capsys.readouterr().out.split())
 
 
-def test_table_and_picture(save, tmp_path, capsys):
-    assert main(["show-weights", save(make())]) == 0
-    said = capsys.readouterr().out
-    assert "Depth weights of the encoder" in said
-    assert "decoder" not in said
-    path = save(make(decoder_connection="denseformer"))
-    picture = tmp_path / "a.svg"
-    assert main(["show-weights", path, "--output", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "Depth weights of the encoder" in said
-    assert "Depth weights of the decoder" in said
-    assert re.search(r"encoder: \d+ of 15 weights", picture.read_text())
-    assert re.search(r"decoder: \d of 6 weights", picture.read_text())
-
-
-def test_bottom_and_top_of_a_grown_model(save, capsys):
+def test_bottom_and_top_of_a_grown_model(save, tmp_path, capsys):
     tops = {"top_encoder_layers": 3, "top_decoder_connection": "dlcl"}
-    model = DepthGrowing(DepthGrowingConfig(**SIZES | tops))
+    model, picture = DepthGrowing(DepthGrowingConfig(**SIZES | tops)), tmp_path / "a.svg"
     sides = weight_picture.weights_of(model)
     assert [(side.title, len(side.matrix)) for side in sides] == [
         ("bottom encoder", 5), ("top decoder", 3),
     ]  # fmt: skip
     bottom = model.bottom.encoder.connection.dlcl.effective_weight().detach()
     torch.testing.assert_close(sides[0].matrix, bottom)
-    assert main(["show-weights", save(model)]) == 0
-    said = capsys.readouterr().out
-    assert "Depth weights of the bottom encoder" in said
-    assert "Depth weights of the top decoder" in said
+    assert main(["show-weights", save(model), "--output", str(picture)]) == 0
+    said, drawn = capsys.readouterr().out, picture.read_text()
+    for name in ("bottom encoder", "top decoder"):
+        assert f"Depth weights of the {name}" in said
+        assert re.search(rf"{name}: \d+ of \d+ weights", drawn)
 
 
 def test_attention_residuals_over_a_sample(save, tmp_path, capsys):

@@ -107,7 +107,6 @@ REFUSED = {
     "phrases-small": [
         ("optim.lrr=3", "unknown key optim.lrr, the nearest known key is optim.lr"),
         ("encoder_layers=3", "the nearest known key is model.encoder_layers"),
-        ("model.dlcl.windo=3", "the nearest known key is model.dlcl.window"),
         ("grow.optim.lrr=3", "the nearest known key is grow.optim.lr"),
         ("optim.lr", "expected key=value"),
         ("optim.betas=[", "expected YAML, got an error"),
@@ -122,23 +121,19 @@ REFUSED = {
         ("optim.weight_decay=-1", "optim.weight_decay: expected a number of at least 0, got -1"),
         ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers, got 0.9"),
         ("optim.betas=[0.9, 1]", "optim.betas: expected a number in [0, 1), got 1"),
-        ("optim.label_smoothing=1", "optim.label_smoothing: expected a number in [0, 1), got 1"),
         ("optim.clip_norm=0", "optim.clip_norm: expected a number above 0 or null, got 0"),
         ("optim.accumulate=0", "optim.accumulate: expected a whole number of at least 1, got 0"),
         ("optim.schedule=linear", "expected one of inverse_sqrt, constant, got 'linear'"),
         ("train.max_steps=1.5", "expected a whole number of at least 1 or null, got 1.5"),
         ("train.max_steps=true", "expected a whole number of at least 1 or null, got True"),
         ("train.deterministic=1", "train.deterministic: expected true or false, got 1"),
-        ("train.precision=half", "expected one of float32, bfloat16, got 'half'"),
         ("train.threads=1025", "train.threads: expected a whole number from 1 to 1024 or null"),
         ("train.seed=18446744073709551616", "train.seed: expected a whole number from -2^63 to"),
-        ("parallel.kind=tp", "parallel.kind: expected one of auto, ddp, fsdp, got 'tp'"),
         ("parallel.timeout=0.0", "timeout: expected seconds above 0 and below 1e6, got 0.0"),
         ("parallel.timeout=1e30", "parallel.timeout: expected seconds above 0 and below 1e6"),
         ("data.dev_size=-1", "data.dev_size: expected a whole number of at least 0, got -1"),
         ("data.vocab_size=4", "data.vocab_size: expected 5 to 2147483647 pieces, got 4"),
         ("data.target_vocab_size=2147483648", "expected 5 to 2147483647 pieces or null"),
-        ("data.vocabulary=''", "data.vocabulary: expected a file or null, got ''"),
         ("resume=''", "resume: expected true or false or a file, got ''"),
         ("output=~no-such-user/x", "output: expected a folder, ./~NAME for one that begins with"),
         ('output="a\\0b"', r"output: expected text without the character NUL, got 'a\x00b'"),
@@ -148,10 +143,6 @@ REFUSED = {
         ("memory=history model.encoder_connection=residual", "is residual, got 'history'"),
         ("optim.restart_step=3", "restart_lr: expected a rate if restart_step is set, else null"),
         ("optim.restart_accumulate=2", "optim.restart_accumulate: expected null without a restart"),
-        (
-            "optim.restart_step=3 optim.restart_lr=1 optim.restart_accumulate=0",
-            "optim.restart_accumulate: expected a whole number of at least 1 or null, got 0",
-        ),
         ("optim.l2=1 optim.weight_decay=1", "optim.l2: expected 0 if optim.weight_decay is set"),
         ("train.max_steps=null", "train: expected an end"),
         ("train.average_last=9", "expected 0 to keep_last=2 checkpoints, got 9"),
@@ -171,7 +162,6 @@ REFUSED = {
         ),
         # What the model's config refuses.
         ("model.dim=1000000000000", "model.dim must be at most 2147483647, got 1000000000000"),
-        ("model.encoder_layers=70000", "model.encoder_layers must be at most 65536, got 70000"),
         ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
         ("model.dlcl.window=0", "model.dlcl: window must be a whole number of at least 1, got 0"),
         ("model.top_encoder_layers=2", "model.top_encoder_layers: expected a field of Transform"),
@@ -180,10 +170,8 @@ REFUSED = {
         ("data.phrases=[de, it]", "data.phrases: expected one of de, fr, es or null"),
         ("data.phrases=[de, de]", "data.phrases: expected each language once"),
         ("data.phrases=[]", "data.phrases: expected one of de, fr, es or null"),
-        ("data.direction=back", "data.direction: expected one of one-to-many, many-to-one"),
         ("data.languages=[de, fr]", "data.languages: expected null beside phrases"),
         ("model.latent.tau=0", "model.latent: tau must be a number above 0, got 0"),
-        ("model.latent.taus=1", "the nearest known key is model.latent.tau"),
         ("model.latent.target_layers=13", "target_layers must be at most the 12 layers"),
         ("model.languages={}", "unknown key model.languages"),
         *(
@@ -205,24 +193,14 @@ REFUSED = {
     ],
     "phrases-growing": [
         ("grow.model.dim=32", "unknown key grow.model.dim, the nearest known key is"),
-        ("grow.model.norm=post", "unknown key grow.model.norm"),
         ("grow.data.seed=3", "unknown key grow.data"),
         ("grow.optim.lr=-1.0", "grow.optim.lr: expected a number above 0"),
-        ("grow.train.log_every=0", "grow.train.log_every: expected a whole number of at least 1"),
         ("grow.train.max_steps=null", "grow.train: expected an end"),
         ("grow.model.top_encoder_layers=0", "grow.model.top_encoder_layers must be a whole"),
-        (
-            "grow.model.top_dlcl.window=0 grow.model.top_encoder_connection=dlcl",
-            "grow.model.top_dlcl: window must be a whole number of at least 1, got 0",
-        ),
         ("grow.model.top_dlcl.window=2", "grow.model.top_dlcl needs a side with connection"),
         (
             "model.norm=post grow.model.top_decoder_connection=attnres",
             "grow.model.top_decoder_connection attnres needs norm pre, got norm post",
-        ),
-        (
-            "grow.model.top_attnres_block=2",
-            "grow.model.top_attnres_block needs a side with 'block_attnres', got none",
         ),
         ("model.kind=depth_growing", "model.kind: expected transformer with a section"),
         ("data.dev_size=0", "grow: expected dev pairs"),
@@ -273,14 +251,10 @@ BAD_YAML = "{path}: expected YAML, got an error at line"
     [
         ("optim:\n  lr: 1\noptim:\n  warmup: 2\n", f"{BAD_YAML} 3: the key optim stands twice"),
         ("optim:\n  lr: 1\n  lr: 2\n", f"{BAD_YAML} 3: the key lr stands twice"),
-        ("resume: !!bool abc", f"{BAD_YAML} 1: bool cannot be 'abc'"),
         ("output: 2026-99-99", f"{BAD_YAML} 1: timestamp cannot be '2026-99-99'"),
-        ("seed: !!int ''", f"{BAD_YAML} 1: int cannot be ''"),
         ("? [a]\n: 1", f"{BAD_YAML} 1: found unhashable key"),
         ("train: !!map [1]", f"{BAD_YAML} 1: expected a mapping node, but found sequence"),
-        ("data: !!set [a]", f"{BAD_YAML} 1: expected a mapping node, but found sequence"),
         (f"optim: {{lr: {10**400}}}", f"{BAD_YAML} 1: '100000000000...0000000000000' has too many"),
-        (f"resume: 0x{'f' * 4000}", f"{BAD_YAML} 1: '0xffffffffff...fffffffffffff' has too many"),
         (f"resume: {'9' * 5000}", f"{BAD_YAML} 1: int cannot be '999999999999...9999999999999'"),
         ("optim:\n  lr: [1\n", f"{BAD_YAML} 3: expected ',' or ']', but got '<stream end>'"),
         ("model: \0\n", "{path}: expected YAML, got an error: unacceptable character #x0000: spec"),
@@ -307,12 +281,8 @@ def doubled(first, join, times=18):
 @pytest.mark.parametrize(
     "text",
     [
-        doubled("[x, x]", "[{}]") + "\noptim: {lr: *a18}",
-        doubled("[x, x]", "[{}]") + "\ndata: {phrases: *a18}",
         doubled("[x, x]", "[{}]") + "\nmodel: *a18",
         doubled("{lr: 1}", "{{<<: [{}]}}") + "\noptim: {<<: [*a18, *a18]}",
-        doubled("{lr: 1}", "{{<<: [{}]}}") + "\noptim: *a18",
-        "optim: &o {betas: [*o, 1]}",
         "optim: &o {<<: *o}",
     ],
 )
@@ -342,8 +312,8 @@ LONG = "x" * 5000
 
 @pytest.mark.parametrize(
     "override",
-    [f"optim.lr={LONG}", f"optim.lr=[{'[1, 2], ' * 500}]", f"optim.betas={LONG}", f"optim={LONG}",
-     f"model.norm={LONG}", f"data.phrases={LONG}", f"memory={LONG}", f"{LONG}=1", LONG],
+    [f"optim.lr={LONG}", f"optim.lr=[{'[1, 2], ' * 500}]", f"optim={LONG}", f"model.norm={LONG}",
+     f"memory={LONG}", f"{LONG}=1", LONG],
 )  # fmt: skip
 def test_a_long_value_is_shortened_in_its_message(override):
     with pytest.raises(RecipeError) as error:
