@@ -16,7 +16,7 @@ from deepfast.files import write_atomically
 from deepfast.mt.search import DecodingOptions, bleu, load_translator, translate_all
 from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.runs import Result, Run, read_object, seeded
-from deepfast.mt.sweep.table import known, spread, table
+from deepfast.mt.sweep.table import failures, known, spread, table
 from deepfast.mt.training import Recipe, RecipeError, load_recipe
 from deepfast.mt.training.corpus import held_out
 from deepfast.mt.training.growing import FIRST, SECOND, second_run
@@ -134,11 +134,7 @@ def page(results: Results, command: str, machine: str) -> str:
             name, f"{count[0] / 1e6:.2f}M" if count else "-", spread(known(own, "nll"), 3),
             spread(known(own, "bleu"), 1), str(len(own)),
         ])  # fmt: skip
-    failures = [
-        f"- {run.name}, seed {run.seed}: {found.get('failed') or found.get('diverged')}\n"
-        for own in results.values() for run, found in own.items()
-        if "failed" in found or "diverged" in found
-    ]  # fmt: skip
+    failed = [line for kind, own in results.items() for line in failures(kind, own.values())]
     return f"""\
 # Depth growing
 
@@ -151,4 +147,4 @@ target token: the better of the best checkpoint and the average; *BLEU*: cased, 
 part by that checkpoint, beam 4.
 
 {table(["model", "parameters", "dev NLL", "BLEU", "runs"], lines)}
-{"".join(failures)}"""
+{"".join(failed)}"""

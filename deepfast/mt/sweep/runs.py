@@ -93,9 +93,9 @@ class Run:
     def _found(self) -> Result:
         path = self.folder / RESULT
         found = read_object(path, seed=int, process_bytes=int)
-        if "diverged" not in found:
-            check_object(path, found, steps=int, parameters=int, curve=list)
-        return found
+        if "diverged" in found:
+            return found
+        return read_object(path, steps=int, parameters=int, curve=list)
 
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
@@ -124,19 +124,15 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
         content = None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-    check_object(path, content, **keys)
-    return content
-
-
-def check_object(path: Path, content: object, **keys: type) -> None:
-    """Raises where the content of a file is not what `read_object` expects of it."""
-    if not isinstance(content, dict) or any(
-        not isinstance(content.get(key), kind) for key, kind in keys.items()
-    ):
+    fits = isinstance(content, dict) and all(
+        isinstance(content.get(key), kind) for key, kind in keys.items()
+    )
+    if not fits:
         raise ValueError(
             f"{path}: expected what deepfast sweep writes, got other content; choose another "
             "folder with --output, or remove it"
         )
+    return content
 
 
 def read_recipe(folder: Path) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepfast.mt.sweep.grid import Point
@@ -56,6 +56,15 @@ def cells(runs: Sequence[Result]) -> list[str]:
     ]
 
 
+def failures(name: str, runs: Iterable[Result]) -> list[str]:
+    """The runs of one line that failed or diverged, as items of a Markdown list."""
+    return [
+        f"- {name}, seed {run['seed']}: {run.get('failed') or 'diverged, ' + run['diverged']}\n"
+        for run in runs
+        if "failed" in run or "diverged" in run
+    ]
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
@@ -64,16 +73,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def page(results: Mapping[Point, Sequence[Result]], command: str, machine: str) -> str:
     """The whole file: a line for every point, and what failed."""
-    rows, failures = [], []
+    rows, notes = [], []
     for point, runs in results.items():
         failed = [run for run in runs if "failed" in run]
         values = [value.replace("|", "\\|") for value in point.values]
         count = f"{len(failed)} of {len(runs)}" if failed else "-"
         rows.append([*values, *cells([run for run in runs if "failed" not in run]), count])
-        failures += [f"- {point.name}, seed {run['seed']}: {run['failed']}\n" for run in failed]
-        failures += [f"- {point.name}, seed {run['seed']}: diverged, {run['diverged']}\n"
-                     for run in runs if "diverged" in run]  # fmt: skip
-    notes = "".join(["\n", *failures]) if failures else ""
+        notes += failures(point.name, runs)
+    if notes:
+        notes.insert(0, "\n")
     keys = next(iter(results)).keys
     lines = table([*(f"`{key}`" for key in keys), *COLUMNS, "failed"], rows)
     return f"""\
@@ -89,4 +97,4 @@ that is not finite, or a last dev NLL of more than {WORSE} times the best.
 
 {lines}
 ![BLEU and dev NLL](sweep.svg)
-{notes}"""
+{"".join(notes)}"""
