@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.errors import RecipeError, expect
 from deepfast.mt.training.recipe import TrainSection
 
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
@@ -33,18 +33,16 @@ def resolve_device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise RecipeError(f"train.device: expected cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"train.device: expected cpu, cuda or cuda:N, got {name!r}")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise RecipeError(f"train.device: expected one of {count} CUDA devices, got {name!r}")
-    local = os.environ.get("LOCAL_RANK")
-    if device.type == "cuda" and local is not None:
-        one = os.environ.get("LOCAL_WORLD_SIZE") == "1"
-        if device.index is not None and not one:
-            raise RecipeError(f"train.device: expected cuda or cpu under torchrun, got {name!r}")
+    except RuntimeError:
+        device = torch.device("meta")
+    expect(device.type in ("cpu", "cuda"), "train.device", "cpu, cuda or cuda:N", name)
+    if device.type == "cpu":
+        return device
+    count, local = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
+    expect((device.index or 0) < count, "train.device", f"one of {count} CUDA devices", name)
+    if local is not None:
+        fits = device.index is None or os.environ.get("LOCAL_WORLD_SIZE") == "1"
+        expect(fits, "train.device", "cuda or cpu under torchrun", name)
         if int(local) >= count:
             raise RecipeError(
                 f"torchrun: expected at most {count} ranks on this machine, one for each GPU, got "

@@ -43,11 +43,11 @@ class TrainResult:
     """The checkpoint with the lowest dev NLL of all validations in this folder."""
     best_nll: float | None
     """Its dev NLL, nats per target token."""
-    average: Path | None
+    average: Path | None = None
     """The average of the last checkpoints, to translate with; no run can resume from it."""
-    average_nll: float | None
+    average_nll: float | None = None
     """Its dev NLL, nats per target token."""
-    test_bleu: float | None
+    test_bleu: float | None = None
     """BLEU of the test part, 0 to 100; with several languages their mean."""
 
     @property

@@ -383,7 +383,4 @@ class _Run:
             checkpoint=self.saved,
             best=self.folder / BEST if best else None,
             best_nll=self.trainer.best_nll if best else None,
-            average=None,
-            average_nll=None,
-            test_bleu=None,
         )

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from deepfast.checks import MOST_THREADS, shown
 from deepfast.mt.data.phrases import LANGUAGES
 from deepfast.mt.data.vocabulary import SPECIALS, tag_of
-from deepfast.mt.training.errors import RecipeError
+from deepfast.mt.training.errors import RecipeError, expect
 
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
@@ -66,8 +66,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     Raises:
         RecipeError: a value of another type or outside of its limits.
     """
-    if isinstance(value, str) and "\0" in value:
-        raise RecipeError(f"{key}: expected text without the character NUL, got {shown(value)}")
+    clean = not isinstance(value, str) or "\0" not in value
+    expect(clean, key, "text without the character NUL", value)
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     options = typing.get_args(kind) if union else (kind,)
     words = []
@@ -118,9 +118,7 @@ class Section:
 
     def expect(self, condition: bool, key: str, expected: str) -> None:
         """Refuses the value of a key if the condition does not hold."""
-        if not condition:
-            got = shown(getattr(self, key))
-            raise RecipeError(f"{self.name}.{key}: expected {expected}, got {got}")
+        expect(condition, f"{self.name}.{key}", expected, getattr(self, key))
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -227,10 +225,8 @@ class DataSection(Section):
         self.expect(len(set(names)) == len(names), "languages", "each language once")
         for name in names:
             # A tag is one word, and not one of the special pieces.
-            if not re.fullmatch(r"[^\s,<>]+", name) or tag_of(name) in SPECIALS:
-                raise RecipeError(
-                    f"data.languages: expected names such as de or zh-CN, got {name!r:.100}"
-                )
+            fits = re.fullmatch(r"[^\s,<>]+", name) and tag_of(name) not in SPECIALS
+            expect(bool(fits), "data.languages", "names such as de or zh-CN", name)
 
     def check_text(self) -> None:
         """Refuses a section without text. Not in `__post_init__`: a recipe file may leave the text
