@@ -66,7 +66,9 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
             f"memory: expected a step within {format_bytes(limit)}, got {got} with memory "
             f"policies {policies}: "
         )
-        other = _what_fits(trainer, planned, limit, measured)
+        # A plan for a budget that is smaller by the error of this plan.
+        error = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
+        other = plan_run(replace(trainer.recipe, memory=None), trainer, int(limit / error))
         if not other.fits:
             # Not the budget that the planner advises: its predictions were wrong here.
             raise TrainingError(wrong + advise(other.what_fits, budget=False))
@@ -111,6 +113,9 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     limit = recipe.memory if budget is None and not named else budget
     scalar = config.dlcl.get("weight", "scalar") == "scalar"
     tokens, accumulate = _of_one_rank(recipe, trainer)
+    # As far as it is known before the first step.
+    dtype = getattr(torch, recipe.train.precision)
+    attention = backends.preview("attention", backends.asked(), trainer.device, dtype)[0]
     return plan(
         budget=limit,
         layers=config.encoder_layers,
@@ -135,16 +140,10 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         parallel="fsdp" if is_sharded(trainer.loss) else "ddp",
         reshard=recipe.parallel.reshard,
         length=min(recipe.data.max_length, 128),
-        padding=_pads(recipe, trainer.device),
+        padding=attention in backends.SDPA,
         policies=recipe.memory if named else None,
         decoder_policies=decoder,
     )
-
-
-def _pads(recipe: Recipe, device: torch.device) -> bool:
-    """Whether attention works on padded copies, by what is known before the first step."""
-    dtype = getattr(torch, recipe.train.precision)
-    return backends.preview("attention", backends.asked(), device, dtype)[0] in backends.SDPA
 
 
 def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
@@ -159,9 +158,3 @@ def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
 def _planned(connection: str) -> str:
     """The planner's name of a connection. DenseFormer keeps the states of DLCL."""
     return "dlcl" if connection == "denseformer" else connection
-
-
-def _what_fits(trainer: Trainer, planned: Plan, limit: float, measured: float) -> Plan:
-    """The plan for a budget that is smaller by the error of this plan."""
-    wrong = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
-    return plan_run(replace(trainer.recipe, memory=None), trainer, int(limit / wrong))

@@ -130,7 +130,8 @@ class Ranks:
             return result
         called, beats, silent = False, 0, 0.0
         while not self.store.check([name]):
-            self._raise_if_told()
+            if self.store.check(["failure"]):
+                raise ToldError(self.store.get("failure").decode())
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
             if self.signal.name and not called:
                 called = True
@@ -175,10 +176,6 @@ class Ranks:
     def _last(self) -> str:
         """The last checkpoint in words, if its folder is still there."""
         return f"; last checkpoint: {self.saved}" if self.saved and self.saved.exists() else ""
-
-    def _raise_if_told(self) -> None:
-        if self.store.check(["failure"]):
-            raise ToldError(self.store.get("failure").decode())
 
     def start(self) -> None:
         """Gives signs of life from now on, also while this rank computes or waits for others."""
