@@ -8,13 +8,12 @@ from deepfast.cli import main
 from deepfast.mt.data import read_lines
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, load_translator, translate_lines
-from deepfast.mt.search.deep_shallow import tune_deep_shallow
 from deepfast.mt.sweep.growth import equal_depth
 from deepfast.mt.training import load_recipe
 from deepfast.mt.training.corpus import held_out, load_corpus
 
 TINY = (
-    "data.train_size=200", "data.dev_size=4", "data.test_size=4", "data.max_tokens=200",
+    "data.train_size=100", "data.dev_size=2", "data.test_size=2", "data.max_tokens=200",
     "data.vocab_size=120", "model.dim=8", "model.heads=2", "model.ffn_dim=8",
     "model.encoder_layers=2", "model.decoder_layers=1", "grow.model.top_encoder_layers=2",
     "grow.model.top_decoder_layers=1", "train.max_steps=4", "grow.train.max_steps=3",
@@ -31,26 +30,25 @@ def lines_of(path):
 
 def literal(folder):
     """Parameters, dev NLL and BLEU of the four rows, from what the two runs have written."""
-    own, rows = {}, {}
+    rows, best = {}, {}
     for name, run in (("shallow", "grown/seed-1/run/stage1"), ("deep", "grown/seed-1/run/stage2"),
                       ("equal depth", "equal-depth/seed-1/run")):  # fmt: skip
         text = (folder / run / "metrics.jsonl").read_text()
         metrics = [json.loads(line) for line in text.splitlines()]
         nll = min(m["nll"] for m in metrics if m["event"] in ("valid", "average"))
         (test,) = (m for m in metrics if m["event"] == "test")
-        model, _ = load_model(folder / run / test["of"])
-        size = sum(p.numel() for p in model.parameters())
-        own[name] = folder / run / test["of"]
+        best[name] = folder / run / test["of"]
+        size = sum(p.numel() for p in load_model(best[name])[0].parameters())
         rows[name] = [f"{size / 1e6:.2f}M", f"{nll:.3f}", f"{test['bleu']:.1f}", "1"]
-    text = folder / "grown/seed-1/run/stage2/phrases"
-    translator = load_translator([own["deep"]], "cpu")
-    given = translator.model, translator.vocabulary
-    dev, test = ([read_lines(text / f"{part}.{side}") for side in ("en", "de")]
-                 for part in ("dev", "test"))  # fmt: skip
-    tuned = tune_deep_shallow(*given, *dev)
-    options = DecodingOptions(deep_shallow=True, alpha=tuned.alpha, gamma=tuned.gamma)
-    both = bleu(translate_lines(*given, test[0], options), test[1]).bleu
-    return rows | {"both": [rows["deep"][0], "-", f"{both:.1f}", "1"]}
+    translator = load_translator([best["deep"]], "cpu")
+    text = best["deep"].parent / "phrases"
+    source, reference = (read_lines(text / f"test.{side}") for side in ("en", "de"))
+    # `test_deep_shallow` holds what tuning finds.
+    tuned = json.loads((folder / "grown/seed-1/both.json").read_text())
+    options = DecodingOptions(deep_shallow=True, alpha=tuned["alpha"], gamma=tuned["gamma"])
+    translated = translate_lines(translator.model, translator.vocabulary, source, options)
+    both = f"{bleu(translated, reference).bleu:.1f}"
+    return rows | {"both": [rows["deep"][0], "-", both, "1"]}
 
 
 def test_the_four_rows(in_process, tmp_path, capsys):

@@ -5,18 +5,15 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
-import sys
-import time
 from datetime import timedelta
 
 import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.training import TrainingError, dump_recipe, ranks, recipe_names, train
+from deepfast.mt.training import TrainingError, dump_recipe, ranks, recipe_names
 from deepfast.mt.training.trainer import Trainer
-from tests.mt.training.runs import as_rank, free_port, rows
+from tests.mt.training.runs import as_rank, free_port
 
 
 @pytest.fixture
@@ -190,27 +187,3 @@ def test_an_interrupt_before_the_first_step(recipe_path, monkeypatch, capsys):
     monkeypatch.setattr("deepfast.mt.training.run.load_corpus", interrupted)
     assert main(["train", str(recipe_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-def test_sigkill_in_another_process_then_resume(make_recipe, tmp_path):
-    """After SIGKILL nothing is cleaned up: the files on disk must be enough."""
-    changes = {"train.max_steps": 300, "train.save_every": 5, "train.threads": 1}
-    recipe = make_recipe(changes)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(dump_recipe(recipe))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepfast", "train", str(path)], stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    folder = tmp_path / "run"
-    while not list(folder.glob("step-*.pt")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    stopped_at = int(sorted(folder.glob("step-*.pt"))[-1].stem.removeprefix("step-"))
-    assert 5 <= stopped_at < 300
-    steps = {"train.max_steps": stopped_at + 10, "train.average_last": 0}
-    resumed = train(make_recipe(changes | steps | {"resume": True}), quiet=True)
-    whole = train(make_recipe(changes | steps | {"output": str(tmp_path / "whole")}), quiet=True)
-    assert rows(resumed.output) == rows(whole.output)

@@ -117,18 +117,6 @@ def test_a_ready_vocabulary_needs_the_tags(latent_recipe, make_recipe, tmp_path)
         load_corpus(recipe.data, seed=1, folder=tmp_path)
 
 
-def test_a_penalty_moves_the_choice(latent_recipe):
-    """With a target of one layer in four the expected depth is lower than without."""
-    depths = []
-    for weight in (0.0, 5.0):
-        aim = {"target_layers": 1.0, "target_weight": weight, "hard": True}
-        output = latent_recipe().output + str(weight)
-        recipe = latent_recipe({"model.latent": aim, "output": output, "optim.lr": 0.05})
-        result = train(recipe, quiet=True)
-        depths.append(rows(result.output, "train")[-1]["decoder_depth"])
-    assert depths[1] < depths[0] - 0.05
-
-
 def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     latent_recipe, tagged, tmp_path, capsys
 ):
