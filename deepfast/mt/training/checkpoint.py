@@ -142,10 +142,9 @@ def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Te
         raise CheckpointError("average: expected at least one checkpoint, got none")
     first = load_checkpoint(paths[0], optimizer=False)["model"]
     totals = {name: tensor.double() for name, tensor in first.items()}
-    shapes = {name: tensor.shape for name, tensor in first.items()}
     for path in paths[1:]:
         state = load_checkpoint(path, optimizer=False)["model"]
-        if {name: tensor.shape for name, tensor in state.items()} != shapes:
+        if shapes_of(state) != shapes_of(first):
             raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
         for name, tensor in state.items():
             totals[name] += tensor

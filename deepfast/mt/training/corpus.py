@@ -59,7 +59,6 @@ def load_corpus(
         vocabulary: that of the checkpoint that the run resumes from, or of the first rank.
     """
     parts, dropped, place = _read(section, folder)
-    parts = _cased(section, parts)
     train = parts["train"]
     if vocabulary is None:
         vocabulary = _vocabulary(section, train)
@@ -176,40 +175,33 @@ def _generate(section: DataSection, folder: Path | None) -> dict[str, list[Pair]
 
 
 def _read(
-    section: DataSection, folder: Path | None
+    section: DataSection, folder: Path | None, wanted: Sequence[str] = ("train", "dev", "test")
 ) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
     """The pairs of each part, the training pairs that were dropped, and a function that names the
     place of a training pair."""
     section.check_text()
+    dropped = Dropped()
+    place: Callable[[int], str] = "example {}".format
     if section.phrases is not None:
-        return _generate(section, folder), Dropped(), "example {}".format
-    train = read_parallel(section.train_source, section.train_target, tags=section.tags)
-    return {"train": train.pairs} | _held_out(section), train.dropped, train.place
-
-
-def _held_out(section: DataSection) -> dict[str, list[Pair]]:
-    """The dev and test pairs of files."""
-    parts = {}
-    for part in ("dev", "test"):
-        source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
-        pairs = [] if source is None else read_parallel(source, target, tags=section.tags).pairs
-        parts[part] = pairs
-    return parts
-
-
-def _cased(section: DataSection, parts: dict[str, list[Pair]]) -> dict[str, list[Pair]]:
-    """The pairs in lower case where the recipe says so."""
-    if not section.lowercase:
-        return parts
-    tags = section.tags
-    return {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+        parts = _generate(section, folder)
+    else:
+        parts = {part: [] for part in wanted}
+        for part in wanted:
+            source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
+            if source is not None:
+                found = read_parallel(source, target, tags=section.tags)
+                parts[part] = found.pairs
+                if part == "train":
+                    dropped, place = found.dropped, found.place
+    if section.lowercase:
+        tags = section.tags
+        parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
+    return parts, dropped, place
 
 
 def held_out(section: DataSection) -> tuple[list[Pair], list[Pair]]:
     """The dev and the test pairs of `load_corpus`, without the training text of files."""
-    section.check_text()
-    parts = _held_out(section) if section.phrases is None else _generate(section, None)
-    parts = _cased(section, parts)
+    parts, *_ = _read(section, None, ("dev", "test"))
     return parts["dev"], parts["test"]
 
 
