@@ -75,21 +75,6 @@ def test_characters_that_no_font_has(make_checkpoint, tmp_path, capsys, ending):
         assert all(character in drawn for character in (NOWHERE, SYMBOL, ">$<"))
 
 
-def test_fonts_are_asked_in_turn():
-    pytest.importorskip("matplotlib")
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    from deepfast.measure.attention_picture import coded, fonts_for
-
-    assert fonts_for(f"{SPACE}Brücke ñ") == (["sans-serif"], "")
-    families, missing = fonts_for(f"a{SYMBOL}{NOWHERE} b")
-    assert missing == NOWHERE
-    assert families[0] == "sans-serif"
-    files = [findfont(FontProperties(family=[name])) for name in families[1:]]
-    assert any(ord(SYMBOL) in get_font(file).get_charmap() for file in files)
-    assert coded(f"a{NOWHERE}b", missing) == "aU+0378b"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [[f"<de> {TEXT}"], [TEXT, "--language", "de"], [TEXT, "--side", "decoder"],

@@ -17,12 +17,10 @@ WORDS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(threads):
     """Tiny models gain nothing from a second thread, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")
