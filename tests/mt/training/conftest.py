@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from deepfast.mt.training import recipe_from_dict, train
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.environment import settings
+from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import Killed, at_step, die
 
 WORDS = {
@@ -62,6 +65,19 @@ def make_recipe(corpus, tmp_path):
                 place = place.setdefault(section, {})
             place[name] = value
         return recipe_from_dict(tree)
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_recipe, tmp_path):
+    """make_trainer({"optim.accumulate": 3}): a new trainer of such a recipe."""
+
+    def make(changes=(), ranks=None):
+        recipe = make_recipe(changes)
+        with settings(recipe.train):
+            corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=tmp_path)
+            return Trainer(recipe, corpus, torch.device("cpu"), ranks)
 
     return make
 

@@ -8,26 +8,18 @@ import torch
 
 from deepfast.memory import POLICIES, parse_bytes
 from deepfast.mt.training import TrainingError, train
-from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.memory import fit_memory, plan_run
 from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import rows
 
-CPU = torch.device("cpu")
 WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
         "model.encoder_layers": 6, "model.dim": 32, "model.ffn_dim": 128}  # fmt: skip
 
 
-def make_trainer(recipe, folder):
-    folder.mkdir(exist_ok=True)
-    torch.manual_seed(recipe.train.seed)
-    return Trainer(recipe, load_corpus(recipe.data, seed=1, folder=folder), CPU)
-
-
 @pytest.fixture
-def limits(make_recipe, tmp_path):
+def limits(make_recipe, make_trainer):
     """Bytes of a step that keeps everything, and of one that keeps the least."""
-    trainer = make_trainer(make_recipe(WIDE), tmp_path / "limits")
+    trainer = make_trainer(WIDE)
     frugal = make_recipe(WIDE | {"memory": "history"})
     return plan_run(trainer.recipe, trainer, 2**50).peak, plan_run(frugal, trainer).peak
 
@@ -68,10 +60,10 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
     assert f"stopped by max_steps after {result.seconds:.0f} s, peak of live tensors " in text
 
 
-def test_the_prediction_holds_for_full_batches(make_recipe, tmp_path):
+def test_the_prediction_holds_for_full_batches(make_trainer):
     """The largest micro-batch has fewer tokens than max_tokens; with its tokens the plan holds."""
     for policy in POLICIES:
-        trainer = make_trainer(make_recipe(WIDE | {"memory": policy}), tmp_path / "corpus")
+        trainer = make_trainer(WIDE | {"memory": policy})
         batch = trainer.corpus.batches.largest()
         row = fit_memory(trainer, lambda _: None)
         share = (batch.source_tokens + batch.target_tokens) / 1200
@@ -79,11 +71,8 @@ def test_the_prediction_holds_for_full_batches(make_recipe, tmp_path):
         assert 0.9 * share < row["measured_bytes"] / row["predicted_bytes"] < 1.05
 
 
-def test_accumulation_holds_gradients_beside_activations(make_recipe, tmp_path):
-    once, twice = (
-        make_trainer(make_recipe(WIDE | {"optim.accumulate": n}), tmp_path / "corpus").measure()
-        for n in (1, 3)
-    )
+def test_accumulation_holds_gradients_beside_activations(make_trainer):
+    once, twice = (make_trainer(WIDE | {"optim.accumulate": n}).measure() for n in (1, 3))
     assert twice > once
 
 
@@ -95,11 +84,9 @@ def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_after_a_plan_that_was_too_low_another_one_is_made(
-    make_recipe, monkeypatch, limits, tmp_path
-):
+def test_after_a_plan_that_was_too_low_another_one_is_made(make_trainer, monkeypatch, limits):
     budget, said = int(1.3 * limits[0]), []
-    trainer = make_trainer(make_recipe(WIDE | {"memory": f"{budget}B"}), tmp_path / "corpus")
+    trainer = make_trainer(WIDE | {"memory": f"{budget}B"})
     trials = iter([1.5 * budget, 0.9 * budget])
     monkeypatch.setattr(trainer, "measure", lambda: next(trials))
     row = fit_memory(trainer, said.append)
@@ -125,11 +112,11 @@ def test_what_does_not_fit_when_tried_names_what_would(make_recipe, monkeypatch,
     assert "budget" not in text
 
 
-def test_a_gpu_without_so_much_gives_the_same_sentence(make_recipe, monkeypatch, tmp_path):
+def test_a_gpu_without_so_much_gives_the_same_sentence(make_trainer, monkeypatch):
     def exhausted(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")
+    trainer = make_trainer(WIDE | {"memory": "1TiB"})
     monkeypatch.setattr(trainer, "batch_loss", exhausted)
     properties = type("Properties", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -138,9 +125,9 @@ def test_a_gpu_without_so_much_gives_the_same_sentence(make_recipe, monkeypatch,
         fit_memory(trainer, lambda _: None)
 
 
-def test_all_ranks_stop_together(make_recipe, tmp_path, monkeypatch):
+def test_all_ranks_stop_together(make_trainer, monkeypatch):
     """Where only the second one's step does not fit."""
-    trainer = make_trainer(make_recipe(WIDE | {"memory": "1TiB"}), tmp_path / "corpus")
+    trainer = make_trainer(WIDE | {"memory": "1TiB"})
     rows = trainer.ranks.rows
     monkeypatch.setattr(trainer.ranks, "rows", lambda value: [*rows(value), [2.0**60]])
     with pytest.raises(TrainingError, match="got 1048576 TiB with memory policies keep"):

@@ -5,11 +5,8 @@ import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.training import OptimSection
-from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.optim import build_optimizer, learning_rate
-from deepfast.mt.training.trainer import Trainer
 
-CPU = torch.device("cpu")
 SIZES = {"dim": 8, "heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
 
 
@@ -54,12 +51,11 @@ def test_only_matrices_of_linear_layers_decay():
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_fewer_micro_batches_after_the_restart(make_recipe, tmp_path):
-    recipe = make_recipe({
+def test_fewer_micro_batches_after_the_restart(make_trainer):
+    trainer = make_trainer({
         "optim.accumulate": 3, "optim.restart_step": 2, "optim.restart_lr": 1e-4,
         "optim.restart_accumulate": 1, "data.max_tokens": 60,
     })  # fmt: skip
-    trainer = Trainer(recipe, load_corpus(recipe.data, seed=1, folder=tmp_path), CPU)
     taken = []
     for _ in range(4):
         trainer.train_step()
@@ -67,11 +63,9 @@ def test_fewer_micro_batches_after_the_restart(make_recipe, tmp_path):
     assert taken == [3, 6, 7, 8]
 
 
-def test_adam_begins_anew_at_the_restart(make_recipe, tmp_path):
+def test_adam_begins_anew_at_the_restart(make_trainer):
     changes = {"optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.betas": [0.9, 0.98]}
-    recipe = make_recipe(changes)
-    corpus = load_corpus(recipe.data, seed=1, folder=tmp_path)
-    trainer = Trainer(recipe, corpus, CPU)
+    trainer = make_trainer(changes)
     for count in (1, 2, 1, 2):
         trainer.train_step()
         states = trainer.optimizer.state

@@ -16,13 +16,11 @@ from deepfast.mt.training import (
     ranks,
     train,
 )
-from deepfast.mt.training.corpus import load_corpus
-from deepfast.mt.training.environment import StopSignal, settings
+from deepfast.mt.training.environment import StopSignal
 from deepfast.mt.training.errors import ToldError
 from deepfast.mt.training.parallel import syncing
 from deepfast.mt.training.ranks import Ranks, restarts
 from deepfast.mt.training.run import _check_same
-from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import as_rank, assert_losses_agree, free_port, rows
 
 pytestmark = pytest.mark.skipif(
@@ -135,17 +133,12 @@ def test_ranks_with_other_recipes_are_refused(make_recipe, rank):
 
 
 @pytest.fixture
-def pair(make_recipe, tmp_path):
+def pair(make_trainer):
     """pair(changes): new trainers of two ranks and of one process alone."""
 
     def make(changes):
-        made = []
-        for own in (Pair(0, 2), Pair(1, 2), None):
-            recipe = make_recipe({"model.dropout": 0.0, "optim.clip_norm": None} | changes)
-            with settings(recipe.train):
-                corpus = load_corpus(recipe.data, seed=1, folder=tmp_path)
-                made.append(Trainer(recipe, corpus, torch.device("cpu"), own))
-        return made
+        plain = {"model.dropout": 0.0, "optim.clip_norm": None}
+        return [make_trainer(plain | changes, own) for own in (Pair(0, 2), Pair(1, 2), None)]
 
     return make
 

@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from deepfast.mt.training import NotFiniteError
-from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.environment import settings
-from deepfast.mt.training.trainer import Trainer, perplexity
+from deepfast.mt.training.trainer import perplexity
 
-CPU = torch.device("cpu")
 LSTM = {"kind": "fast_forward_lstm", "dim": 16, "embedding_dim": 8, "encoder_layers": 1,
         "decoder_layers": 1, "lr_scale": 1.0}  # fmt: skip
-
-
-@pytest.fixture
-def make_trainer(make_recipe, tmp_path):
-    def make(changes=()):
-        recipe = make_recipe(changes)
-        with settings(recipe.train):
-            corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=tmp_path)
-            return Trainer(recipe, corpus, CPU)
-
-    return make
 
 
 def test_accumulated_gradient_is_that_of_one_batch(make_trainer):
