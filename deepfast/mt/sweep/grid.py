@@ -12,6 +12,7 @@ from pathlib import Path
 from deepfast.files import require
 from deepfast.mt.sweep.runs import Run, seeded
 from deepfast.mt.training import RecipeError, load_recipe
+from deepfast.mt.training.errors import expect
 
 DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output"}
 """Keys that a sweep sets itself, and the option that decides them."""
@@ -65,10 +66,8 @@ def points(overs: Sequence[str]) -> list[Point]:
     for text in overs:
         key, equals, rest = text.partition("=")
         key = key.strip()
-        if not equals or not key:
-            raise RecipeError(
-                f"--over: expected KEY=VALUE,VALUE, such as model.encoder_layers=6,12, got {text!r}"
-            )
+        example = "KEY=VALUE,VALUE, such as model.encoder_layers=6,12"
+        expect(bool(equals and key), "--over", example, text)
         if key in DECIDED:
             raise RecipeError(
                 f"--over: expected another key than {key}, which {DECIDED[key]} decides"
@@ -76,8 +75,7 @@ def points(overs: Sequence[str]) -> list[Point]:
         if key in changes:
             raise RecipeError(f"--over: expected each key once, got {key} twice")
         values = _split(rest)
-        if not values:
-            raise RecipeError(f"--over {key}: expected values between the commas, got {rest!r}")
+        expect(bool(values), f"--over {key}", "values between the commas", rest)
         for value in values:
             if values.count(value) > 1:
                 raise RecipeError(f"--over {key}: expected each value once, got {value} twice")
