@@ -38,12 +38,8 @@ def test_what_does_not_fit_has_an_exit_code_and_advice(capsys):
     assert "it does not fit: it fits with memory policies " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("free", ["layers", "width", "tokens"])
-def test_it_is_the_exit_code_also_where_a_size_is_solved_for(free, capsys):
-    """Nothing of the size that is left out fits."""
-    sizes = {"layers": "30", "width": "512", "tokens": "8192"}
-    words = [word for name in sizes if name != free for word in (f"--{name}", sizes[name])]
-    assert main(["plan", "--budget", "1MiB", *words]) == 3
+def test_it_is_the_exit_code_also_where_a_size_is_solved_for(capsys):
+    assert main(["plan", "--budget", "1MiB", "--width", "512", "--tokens", "8192"]) == 3
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("deepfast plan: budget: expected at least ")

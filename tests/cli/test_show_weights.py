@@ -86,7 +86,6 @@ def test_a_threshold(save, tmp_path, capsys, arguments, left):
 @pytest.mark.parametrize(
     ("dlcl", "title"),
     [
-        ({"window": 2}, "encoder"),
         ({"softmax": True}, "encoder"),
         ({"weight": "vector"}, "encoder, mean over 8 channels"),
         ({"weight": "group", "groups": 3}, "encoder, mean over 8 channels in 3 groups"),
@@ -96,17 +95,8 @@ def test_the_weights_are_those_that_are_applied(dlcl, title):
     model = make(dlcl=dlcl, decoder_connection="dlcl")
     encoder, decoder = weight_picture.weights_of(model)
     assert (encoder.title, decoder.name, decoder.matrix.shape) == (title, "decoder", (3, 3))
-    weight = model.encoder.connection.dlcl.weight.detach()
-    if "window" in dlcl:
-        expected = weight.tril() - weight.tril(-2)
-    elif "softmax" in dlcl:
-        expected = torch.stack([
-            torch.cat((row[: i + 1].softmax(0), torch.zeros(4 - i))) for i, row in enumerate(weight)
-        ])  # fmt: skip
-    else:
-        channels = torch.arange(8) % weight.shape[2]
-        expected = weight[..., channels].mean(2).tril()
-    torch.testing.assert_close(encoder.matrix, expected)
+    applied = model.encoder.connection.dlcl.effective_weight().detach()
+    torch.testing.assert_close(encoder.matrix, applied.reshape(5, 5, -1).mean(2))
 
 
 def test_one_source(save, tmp_path, capsys):
