@@ -19,13 +19,6 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    """Tiny models gain nothing from a second thread, and lose much on a busy machine."""
-    with threads(1):
-        yield
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with train, dev and test in en and de: word by word, in reverse order."""
