@@ -127,6 +127,8 @@ def write(folder: Path) -> None:
             '#pragma once\n#include "csrc/common/views.h"\n\nnamespace deepfast {',
             *map(struct, launches),
             "}  // namespace deepfast",
+            "#define DEEPFAST_LAUNCHES(LAUNCH) \\",
+            " \\\n".join(f"  LAUNCH({x.name}, {struct_name(x)})" for x in launches),
         ],
         "launches.cpp": [
             '#include "launches.h"\n\n#include <algorithm>\n\n#include "csrc/common/arguments.h"\n',

@@ -58,38 +58,34 @@ struct Lstm : Launch {
 // Bytes of one gate in a row of a panel: one of the widest registers.
 constexpr int64_t kPanelBytes = 64;
 
-// Every kernel with its structure. A table's members, its declarations and its entries are all
-// generated from this list, so their orders cannot differ.
-#define DEEPFAST_KERNELS(KERNEL)                                    \
-  KERNEL(layer_norm_forward, LayerNormForward)                      \
-  KERNEL(layer_norm_backward, LayerNormBackward)                    \
-  KERNEL(mix_rows, MixRows)                                         \
-  KERNEL(pull_rows, PullRows)                                       \
-  KERNEL(boundary_forward, BoundaryForward)                         \
-  KERNEL(boundary_backward, BoundaryBackward)                       \
-  KERNEL(attend_rows, AttendRows)                                   \
-  KERNEL(attend_pull, AttendPull)                                   \
-  KERNEL(attention_boundary_forward, AttentionBoundaryForward)      \
-  KERNEL(attention_boundary_backward, AttentionBoundaryBackward)    \
-  KERNEL(depth_mix_forward, DepthMixForward)                        \
-  KERNEL(depth_mix_backward, DepthMixBackward)                      \
-  KERNEL(depth_attention_forward, DepthAttentionForward)            \
-  KERNEL(depth_attention_backward, DepthAttentionBackward)          \
-  KERNEL(activation_forward, ActivationForward)                     \
-  KERNEL(activation_backward, ActivationBackward)                   \
-  KERNEL(cross_entropy, CrossEntropy)                               \
-  KERNEL(attention_forward, AttentionForward)                       \
-  KERNEL(attention_backward, AttentionBackward)                     \
-  KERNEL(cached_attention, CachedAttention)                         \
-  KERNEL(best_tokens, BestTokens)                                   \
-  KERNEL(peephole_lstm_pack, Lstm<PeepholeLstmForward>)             \
-  KERNEL(peephole_lstm_pack_transposed, Lstm<PeepholeLstmBackward>) \
-  KERNEL(peephole_lstm_forward, Lstm<PeepholeLstmForward>)          \
-  KERNEL(peephole_lstm_backward, Lstm<PeepholeLstmBackward>)
+// What the kernel of a launch takes: the launch, or more.
+template <class Launch>
+struct OperandsOf {
+  using type = Launch;
+};
+template <>
+struct OperandsOf<PeepholeLstmForward> {
+  using type = Lstm<PeepholeLstmForward>;
+};
+template <>
+struct OperandsOf<PeepholeLstmBackward> {
+  using type = Lstm<PeepholeLstmBackward>;
+};
+
+// Every kernel with its structure: one of the name of each launch, and those without a launch in the
+// table. A table's members, its declarations and its entries are all generated from this list, so
+// their orders cannot differ.
+#define DEEPFAST_KERNELS(KERNEL)                  \
+  DEEPFAST_LAUNCHES(KERNEL)                       \
+  KERNEL(cached_attention, CachedAttention)       \
+  KERNEL(best_tokens, BestTokens)                 \
+  KERNEL(peephole_lstm_pack, PeepholeLstmForward) \
+  KERNEL(peephole_lstm_pack_transposed, PeepholeLstmBackward)
 
 // Runs on the tokens (or sentences, or panels) from `begin` to `end`.
-template <class Operands>
-using Kernel = void(const Operands&, int64_t begin, int64_t end, int64_t chunk);
+template <class Launch>
+using Kernel = void(const typename OperandsOf<Launch>::type&, int64_t begin, int64_t end,
+                    int64_t chunk);
 
 // The kernels of one instruction set.
 struct Kernels {

@@ -43,7 +43,7 @@ class Sentences {
 template <class Launch>
 class Packed {
  public:
-  Packed(Lstm<Launch>& op, int64_t depth, int64_t width, Kernel<Lstm<Launch>>* kernel) {
+  Packed(Lstm<Launch>& op, int64_t depth, int64_t width, Kernel<Launch>* kernel) {
     const int64_t size = compute_size(op.storage), panels = (width * size + bytes_ - 1) / bytes_;
     data_ = ::operator new(std::max<int64_t>(1, panels * depth * bytes_), alignment_);
     op.packed = data_;
