@@ -103,10 +103,11 @@ def of_any_length(name, backend, p):
     """The run of a case on any number of tokens: what goes with their number comes from them."""
 
     def attention(q, k, v):
-        lengths = torch.tensor([0, 2, len(q)], dtype=torch.int32)
+        tokens = q.shape[0]  # len(q) would be a constant of an exported program.
+        lengths = torch.tensor([0, 2, tokens], dtype=torch.int32)
         return public.attention(
-            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=len(q),
-            max_seqlen_k=len(q), causal=True, window=1, dropout_p=p, seed=SEED, backend=backend,
+            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=tokens,
+            max_seqlen_k=tokens, causal=True, window=1, dropout_p=p, seed=SEED, backend=backend,
         )  # fmt: skip
 
     def linear_cross_entropy(hidden, weight, bias):

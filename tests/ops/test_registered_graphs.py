@@ -68,8 +68,6 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
     # A cache of its own: the key of Inductor's cache in torch 2.13 leaves out the instruction set,
     # so code that was compiled for AVX-512 would run under ATEN_CPU_CAPABILITY=avx2 and be wrong.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # The processes of a pool would import torch first.
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     torch._dynamo.reset()
     w, weight = randn(D), randn(D, D)
 
@@ -87,10 +85,12 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
         )  # fmt: skip
 
     compiled = torch.compile(chain, fullgraph=True, dynamic=True)
-    for tokens in (5, 8):
-        leaves = [randn(tokens, D), randn(tokens, D)]
-        for a, b in zip(results(compiled, leaves), results(chain, leaves), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # The processes of a pool would import torch first.
+    with torch._inductor.config.patch(compile_threads=1):
+        for tokens in (5, 8):
+            leaves = [randn(tokens, D), randn(tokens, D)]
+            for a, b in zip(results(compiled, leaves), results(chain, leaves), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
