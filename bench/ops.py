@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.cases import ops
+from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case, Rows, torchs, tuple_of
 from deepfast.memory import LiveBytes
 
@@ -21,10 +21,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "depth_attention, 4 hops": lambda: ops.depth_attention(
         "", Rows((2048,), 512), 31, 4, gain=False, lse=False
     ),
-    "linear_cross_entropy": lambda: ops.linear_cross_entropy("", Rows((1024,), 512), 32000),
+    "linear_cross_entropy": lambda: sentences.linear_cross_entropy("", Rows((1024,), 512), 32000),
 } | {
     f"peephole_lstm, {width}{', lengths' if begun else ''}": partial(
-        ops.peephole_lstm, "", 30, 32, width, begun=begun
+        sentences.peephole_lstm, "", 30, 32, width, begun=begun
     )
     for width in (64, 128, 256, 512) for begun in (False, True)
 }  # fmt: skip

@@ -25,7 +25,6 @@ from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.launches import LAUNCHES
 from deepfast.proof import known
 from deepfast.proof import table as tables
-from deepfast.reference import launchers as _reference
 
 BACKENDS = ("cuda", "triton", "varlen", "cpu", "sdpa", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
@@ -48,15 +47,9 @@ KERNEL_FILES = {op: (op,) for op in OPS} | {
 }
 """The files of kernels/ that serve an op."""
 
-NO_CUDA = (
-    "activation",
-    "attention_boundary",
-    "depth_attention",
-    "linear_cross_entropy",
-    "peephole_lstm",
-)
-"""Ops without kernels in csrc/cuda. With ``backend="cuda"`` Triton's kernels run them, because a
-model has one ``backend`` for all its ops."""
+NO_CUDA = tuple(op for op in OPS if op not in ("layer_norm", "depth_mix", "boundary", "attention"))
+"""Ops without kernels in csrc/cuda; attention has torch's there. With ``backend="cuda"`` Triton's
+kernels run them, because a model has one ``backend`` for all its ops."""
 
 CAPABILITY = (8, 0)
 """The lowest compute capability that the CUDA kernels are built for."""
@@ -324,8 +317,10 @@ def _launchers(op: str, name: str) -> SimpleNamespace | None:
         # The function inside of an op of torch, which calls the dispatcher, costs less time.
         found = {f: LAUNCHES[f].by_name(getattr(ops, f).default._op) for f in OPS[op]}
         return SimpleNamespace(**found)
-    files = [] if name == "reference" else [_triton_module(f)[0] for f in KERNEL_FILES[op]]
-    modules = files or [_reference]
+    if name == "reference":
+        modules = [importlib.import_module(f"deepfast.reference.{op}")]
+    else:
+        modules = [_triton_module(file)[0] for file in KERNEL_FILES[op]]
     launchers = {f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
     return SimpleNamespace(**{f: LAUNCHES[f].of_record(run) for f, run in launchers.items()})
 

@@ -1,7 +1,7 @@
 """Every kernel launch of the package: its operands by name and in order, and its arithmetic.
 
 A launch writes into tensors that its caller allocates and returns nothing.
-`deepfast.reference.launchers` shows what each one computes. Everything else is generated from this
+`deepfast.reference` shows what each one computes. Everything else is generated from this
 table: the schemas that deepfast._C defines, the functions by which the package calls a launch, the
 fakes and FLOPs of the compiled launches (`deepfast.ops.register`), and the operands in the tests of
 kernels. This module imports only the standard library, so that the build can import it.

@@ -4,7 +4,7 @@ Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block,
 a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
 BT, BD, BK the sides of a tile. A launcher takes the operands of its
 launch as one record (`deepfast.launches`), computes what the function of its name in
-`deepfast.reference.launchers` computes, and checks nothing. It writes into tensors that the caller
+`deepfast.reference` computes, and checks nothing. It writes into tensors that the caller
 allocates. A missing operand is None, and Triton compiles a variant for it. A parameter ``p_NAME``
 of a kernel is the operand NAME where the launcher says nothing else: see `launch`.
 

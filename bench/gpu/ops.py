@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.gpu.clock import Bench, Variant
 from deepfast import backend, ops
 from deepfast.cases import ops as calls
+from deepfast.cases import sentences
 from deepfast.cases.case import Case, Rows, torchs, tuple_of
 from deepfast.measure.clock import Row
 
@@ -184,7 +185,7 @@ def _linear_cross_entropy(bench: Bench, vocabulary: int) -> None:
     """A step of the projection to a vocabulary and its loss."""
     T, D = bench.size((8192, 512), (8, 16))
     V = bench.size(vocabulary, vocabulary // 1000)
-    case = calls.linear_cross_entropy("", Rows((T,), D), V)
+    case = sentences.linear_cross_entropy("", Rows((T,), D), V)
     leaves = case.of_one_dtype(BF16, bench.device)
     plain = functools.partial(case.plain, torchs)
     forms: dict[str, Callable] = {

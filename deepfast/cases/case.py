@@ -1,7 +1,7 @@
 """A call of an op: its operands, the same in plain PyTorch, and what it moves and multiplies."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,3 +170,43 @@ def differentiate(
     # A kernel must not write to them.
     results |= {f"operand {name}": x.detach() for name, x in leaves.items()}
     return results | {f"d {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens, and numbers of channels: odd, a multiple of 16 bytes, and neither."""
+
+    tokens: int
+    odd: int
+    even: int
+    misfit: int
+    many: int = 35
+    """Sources, more than the 32 that some kernels take at once."""
+
+    def rows(self, dim: int, apart: int = 0, offset: int = 0, tokens: int | None = None) -> Rows:
+        return Rows((self.tokens if tokens is None else tokens,), dim, apart, offset)
+
+    def four(self) -> Iterator[tuple[str, Rows]]:
+        """What every op over rows is called with."""
+        yield "odd width, rows apart", self.rows(self.odd, apart=3, offset=1)
+        yield "aligned", self.rows(self.even)
+        yield "rows off 16 bytes", self.rows(self.misfit, offset=1)
+        yield "no token", self.rows(self.even, tokens=0)
+
+
+class Typical(NamedTuple):
+    """What a typical call is made from."""
+
+    name: str
+    rows: Rows
+    """As many as are timed, or fewer."""
+    gpu: bool
+    few: bool
+    """Whether the tokens are fewer than are timed."""
+
+
+class Calls(NamedTuple):
+    """The calls that the kernels of an op are held to: at odd sizes, and a typical one."""
+
+    listed: Callable[[Sizes], Iterator[Case]]
+    typical: Callable[[Typical], Case]

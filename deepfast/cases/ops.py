@@ -1,9 +1,7 @@
-"""Makes a call of each public op, with random operands, from its sizes and options."""
+"""Makes calls of the public ops over rows, with random operands, from their sizes and options."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +9,17 @@ from torch import Tensor
 
 from deepfast import ops
 from deepfast.cases.case import (
+    Calls,
     Case,
     Computed,
     Moved,
     Rows,
+    Sizes,
     Stored,
     gains,
     linear,
-    on_devices,
     values,
 )
-from deepfast.reference.peephole_lstm import cell
 
 SEED = 5
 EPS, RMS_EPS = 1e-5, 1e-6
@@ -285,144 +283,81 @@ def attention_residual(name: str, rows: Rows, count: int) -> Case:
     )  # fmt: skip
 
 
-# ---- sentences -----------------------------------------------------------------------------------
-
-
-def offsets(lengths: Sequence[int], device) -> Tensor:
-    """(N + 1,) int32: where each sentence begins, and the end."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-class Heads(NamedTuple):
-    """Heads of attention."""
-
-    number: int
-    width: int
-    group: int = 1
-    """How many heads share one of the keys."""
-
-
-def attention(
-    name: str, queries: Sequence[int], keys: Sequence[int] | None, heads: Heads, *,
-    causal: bool = False, p: float = 0.0, window=None,
-) -> Case:  # fmt: skip
-    """Sentences of these lengths; without ``keys`` theirs are the queries'."""
-    keys = queries if keys is None else keys
-    shape = {"q": (sum(queries), heads.number), "k": (sum(keys), heads.number // heads.group)}
-    shape["v"] = shape["k"]
-    given: dict = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
-    longest = max(queries, default=0), max(keys, default=0)
-
-    there = on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
-
-    def run(q, k, v, *, backend=None):
-        of_queries, of_keys = there(q.device)
-        return ops.attention(
-            q, k, v, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys,
-            max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=causal, window=window,
-            dropout_p=p, seed=SEED, backend=backend,
-        )  # fmt: skip
-
-    def padded(x, lengths):
-        real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-        real = real.to(x.device)
-        return x.new_zeros(*real.shape, *x.shape[1:]).index_put((real,), x).transpose(1, 2), real
-
-    def plain(_, q, k, v):
-        (q, of_q), (k, of_k), (v, _) = (
-            padded(x, lengths) for x, lengths in ((q, queries), (k, keys), (v, keys))
-        )
-        out = F.scaled_dot_product_attention(q, k, v, of_k[:, None, None])
-        return out.transpose(1, 2)[of_q]
-
-    # SDPA's padded form has no windows, and another dropout mask.
-    has_plain = not (causal or p or window or heads.group > 1) and queries and min(keys) > 0
-    product = (
-        2 * heads.number * heads.width * sum(a * b for a, b in zip(queries, keys, strict=True))
-    )
-    state = sum(queries) * heads.number * heads.width
-    return Case(
-        name=name, op="attention", operands=given, run=run, plain=plain if has_plain else None,
-        how="sentences padded, scaled_dot_product_attention, unpadded",
-        moved=(Moved(4 * state), Moved(8 * state)), flops=(2 * product, 5 * product),
-    )  # fmt: skip
-
-
-def linear_cross_entropy(
-    name: str, rows: Rows, vocabulary: int, *, smoothing: float = 0.1, reduction: str = "mean",
-    bias: bool = False, chunk: int | None = None,
-) -> Case:  # fmt: skip
-    """Every fifth target is ignored."""
-    target = torch.randint(vocabulary, rows.lead)
-    target[1::5] = -100
-    there = on_devices(target)
-    given: dict = {"hidden": rows.random(), "weight": linear(vocabulary, rows.dim)}
-    given |= {"bias": Stored(torch.randn(vocabulary))} if bias else {}
-
-    def run(hidden, weight, bias=None, *, backend=None):
-        return ops.linear_cross_entropy(
-            hidden, weight, there(hidden.device)[0], bias=bias, label_smoothing=smoothing,
-            reduction=reduction, chunk=chunk, backend=backend,
-        )  # fmt: skip
-
-    def plain(_, hidden, weight, bias=None):
-        logits = F.linear(hidden, weight, bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(
-            logits.flatten(0, -2), there(hidden.device)[0].flatten(), label_smoothing=smoothing,
-            reduction=reduction,
-        )  # fmt: skip
-
-    product = 2 * rows.tokens * rows.dim * vocabulary
-    return Case(
-        name=name, op="linear_cross_entropy", operands=given, run=run, plain=plain,
-        # Gradients are made in forward.
-        how=f"linear to {vocabulary:,} words, cross_entropy", flops=(3 * product, 0),
-    )  # fmt: skip
-
-
-def loop_of_ops(f, weight, peephole, h0=None, c0=None, *, lengths=None, reverse=False):
-    """`peephole_lstm` as a loop of torch's ops over all steps: h, and the last h and c. After the
-    end of a sentence h is 0 and the state does not change."""
-    zeros = f.new_zeros(f.shape[1], f.shape[2] // 4)
-    h, c = zeros if h0 is None else h0, zeros if c0 is None else c0
-    out = [zeros] * len(f)
-    for t in reversed(range(len(f))) if reverse else range(len(f)):
-        new_h, new_c, _ = cell(torch.addmm(f[t], h, weight), c, peephole)
-        if lengths is None:
-            h, c, out[t] = new_h, new_c, new_h
-            continue
-        live = (t < lengths).unsqueeze(1)
-        h, c = torch.where(live, new_h, h), torch.where(live, new_c, c)
-        out[t] = torch.where(live, new_h, 0)
-    return torch.stack(out) if out else f.new_zeros(0, *zeros.shape), h, c
-
-
-def peephole_lstm(
-    name: str, steps: int, batch: int, width: int, *, reverse: bool = False, begun: bool = False
-) -> Case:
-    """``begun``: with first states and sentences of different lengths."""
-    given: dict = {
-        "f": Rows((steps, batch), 4 * width).random(),
-        "weight": Stored(torch.randn(width, 4 * width) / width**0.5),
-        "peephole": values(3, width),
-    }
-    if begun:
-        given |= {"h0": Rows((batch,), width).random(), "c0": values(batch, width)}
-    lengths = (torch.arange(batch) * 7 + steps) % (steps + 1) if begun else None
-
-    def options(f):
-        return {"lengths": None if lengths is None else lengths.to(f.device), "reverse": reverse}
-
-    def run(f, weight, peephole, h0=None, c0=None, *, backend=None):
-        return ops.peephole_lstm(f, weight, peephole, h0=h0, c0=c0, **options(f), backend=backend)
-
-    product = 2 * steps * batch * width * 4 * width
-    return Case(
-        name=name, op="peephole_lstm", operands=given, run=run,
-        plain=lambda _, **named: loop_of_ops(**named, **options(named["f"])),
-        how=f"a loop of ops over {steps} steps", flops=(product, 2 * product),
-    )  # fmt: skip
-
-
 rms_norm = partial(layer_norm, rms=True)
+
+
+# ---- what kernels are held to --------------------------------------------------------------------
+
+
+def layer_norm_calls(s: Sizes) -> Iterator[Case]:
+    for name, rows in s.four():
+        yield layer_norm(f"{name}, residual, dropout", rows, p=0.3)
+        yield rms_norm(f"RMS norm, {name}", rows, p=0.3)
+    batch = Rows((2, 3), s.odd, apart=5)
+    yield layer_norm("alone, in a batch", batch, residual=False, weight=False, bias=False)
+    yield rms_norm("RMS norm, alone", s.rows(s.even), residual=False, weight=False)
+
+
+def activation_calls(s: Sizes) -> Iterator[Case]:
+    for kind in ("relu", "gelu"):
+        for name, rows in s.four():
+            # The bias comes with dropout, so that each is also left out.
+            p = 0.0 if name == "aligned" else 0.3
+            yield activation(f"{kind}, {name}", rows, kind, p=p, bias=p > 0)
+
+
+def norm_linear_calls(s: Sizes) -> Iterator[Case]:
+    for name, rows in s.four():
+        yield norm_linear(name, rows, 11, p=0.3)
+    yield norm_linear("RMS norm", s.rows(s.odd), 11, rms=True, p=0.3)
+    yield norm_linear("alone", s.rows(s.odd), 11, residual=False)
+
+
+def feed_forward_calls(s: Sizes) -> Iterator[Case]:
+    for kind in ("relu", "gelu"):
+        for name, rows in s.four():
+            p = 0.0 if name == "aligned" else 0.3
+            yield feed_forward(f"{kind}, {name}", rows, 21, kind, p=p)
+    yield feed_forward("RMS norm", s.rows(s.odd), 21, rms=True, p=0.3)
+
+
+def depth_mix_calls(s: Sizes) -> Iterator[Case]:
+    few, misfit = 7, s.rows(s.misfit, tokens=7)
+    for name, rows in s.four():
+        yield depth_mix(name, rows, 5)
+    yield depth_mix("weight per channel, no norm", misfit, 3, norm=(), channels=True)
+    yield depth_mix("weight per channel, LN without bias", misfit, 3, norm=("weight",),
+                        channels=True)  # fmt: skip
+    yield depth_mix("LN without weight", misfit, 2, norm=("bias",))
+    yield depth_mix("no norm", misfit, 2, norm=())
+    yield depth_mix("many sources", s.rows(s.misfit, 1, 1, few), s.many)
+
+
+def depth_attention_calls(s: Sizes) -> Iterator[Case]:
+    for (name, rows), hops in zip(s.four(), (1, 4, None, 1), strict=True):
+        yield depth_attention(f"{name}, {hops or 'no'} hops", rows, 7, hops)
+    yield depth_attention("without a gain", s.rows(s.odd), 3, None, gain=False)
+    for hops in (None, 2):
+        yield depth_attention(f"scores, {hops or 'no'} hops", s.rows(s.misfit), 5, hops,
+                                  scored=True)  # fmt: skip
+    yield depth_attention("many sources", s.rows(s.misfit, tokens=7), s.many, 2)
+    # Weights of each token have the same kernels, without a softmax.
+    for streams in (None, 1, 4):
+        yield depth_mix_tokens(f"weights of each token, {streams or 'no'} streams",
+                                   s.rows(s.misfit), 5, streams)  # fmt: skip
+    yield depth_mix_tokens("weights of each token, many sources", s.rows(s.odd, 3), s.many, 3)
+
+
+KERNELS = {
+    "layer_norm": Calls(layer_norm_calls, lambda t: layer_norm(t.name, t.rows, p=0.1)),
+    "activation": Calls(
+        activation_calls, lambda t: activation(t.name, t.rows, "relu", p=0.1, bias=False)
+    ),
+    "depth_mix": Calls(depth_mix_calls, lambda t: depth_mix(t.name, t.rows, 8)),
+    "depth_attention": Calls(
+        depth_attention_calls, lambda t: depth_attention(t.name, t.rows, 8, gain=False)
+    ),
+}
+
+PRODUCTS = {"norm_linear": norm_linear_calls, "feed_forward": feed_forward_calls}
+"""Ops that combine such kernels with torch's matrix products."""

@@ -1,12 +1,13 @@
 """Makes calls of the depth connections: stacks whose layers do next to nothing."""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from deepfast.cases.case import Case, Computed, Rows, gains, values
+from deepfast.cases.case import Calls, Case, Computed, Rows, Sizes, gains, values
 from deepfast.depth.boundary import DepthHistory
 from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
 
@@ -81,3 +82,35 @@ def attention_boundary(
         name, "attention_boundary", AttentionResiduals, rows, depth=depth, full=full,
         options=options, **given,
     )  # fmt: skip
+
+
+def boundary_calls(s: Sizes) -> Iterator[Case]:
+    full = {"full": True}
+    yield boundary("odd width, residual, dropout, next norm", s.rows(s.odd), **full)
+    yield boundary("aligned, residual, dropout, next norm", s.rows(s.even), **full)
+    yield boundary("odd width, RMS norms", s.rows(s.odd), norm_kind="rms", **full)
+    yield boundary("post-norm", s.rows(s.misfit), norm="post")
+    few = s.rows(s.odd, tokens=7)
+    yield boundary("weight per channel, no norm", few, weight="vector", norm=None)
+    yield boundary("window", s.rows(s.even, tokens=7), window=3)
+    yield boundary("many sources", s.rows(s.misfit, tokens=7), depth=s.many)
+    yield boundary("no token", s.rows(s.even, tokens=0), **full)
+
+
+def attention_boundary_calls(s: Sizes) -> Iterator[Case]:
+    make, full = attention_boundary, {"full": True}
+    yield make("odd width, residual, dropout, next norm", s.rows(s.odd), **full)
+    yield make("aligned, residual, dropout, next norm", s.rows(s.even), **full)
+    yield make("relu", s.rows(s.misfit), weights="relu")
+    yield make("blocks", s.rows(s.even, tokens=7), block=2)
+    yield make("window", s.rows(s.odd, tokens=7), window=3)
+    yield make("many sources", s.rows(s.misfit, tokens=7), depth=s.many)
+    yield make("no token", s.rows(s.even, tokens=0), **full)
+
+
+KERNELS = {
+    "boundary": Calls(boundary_calls, lambda t: boundary(t.name, t.rows, depth=8, full=True)),
+    "attention_boundary": Calls(
+        attention_boundary_calls, lambda t: attention_boundary(t.name, t.rows, depth=8, full=True)
+    ),
+}

@@ -8,7 +8,7 @@ import torch
 from torch.func import functional_call
 
 from deepfast import backend
-from deepfast.cases import ops
+from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case, Computed, Rows, torchs, tuple_of
 from deepfast.clock import clock_of
 from deepfast.measure.clock import interleave, ratio
@@ -91,16 +91,16 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "feed_forward": lambda s: ops.feed_forward(
         "", s.rows, 4 * s.dim, "relu", p=s.dropout, residual=False
     ),
-    "attention": lambda s: ops.attention(
-        "", _sentences(s), None, ops.Heads(max(1, s.dim // 64), s.dim // max(1, s.dim // 64))
+    "attention": lambda s: sentences.attention(
+        "", _sentences(s), None, sentences.Heads(max(1, s.dim // 64), s.dim // max(1, s.dim // 64))
     ),
     "depth_mix": lambda s: ops.depth_mix("", s.rows, s.sources),
     "depth_attention": lambda s: ops.depth_attention(
         "", s.rows, s.sources, None, gain=False, lse=False
     ),
     "attention_residual": lambda s: ops.attention_residual("", s.rows, s.sources),
-    "linear_cross_entropy": lambda s: ops.linear_cross_entropy("", s.rows, s.vocabulary),
-    "peephole_lstm": lambda s: ops.peephole_lstm(
+    "linear_cross_entropy": lambda s: sentences.linear_cross_entropy("", s.rows, s.vocabulary),
+    "peephole_lstm": lambda s: sentences.peephole_lstm(
         "", min(32, s.tokens), max(1, s.tokens // min(32, s.tokens)), s.dim // 2
     ),
     "DLCL": lambda s: _connection(s, DLCL(s.layers, s.dim), FORMS, "stack and sum"),

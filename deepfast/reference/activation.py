@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
 from deepfast.reference.dropout import dropout, dropout_scale
+from deepfast.reference.rows import put
 
 KINDS = ("relu", "gelu")
 
@@ -67,3 +68,21 @@ def activation_grad(
         dh = g * (_normal(x) + x * density)
         dh = dropout(dh.reshape(-1, dh.shape[-1]), dropout_p, seed).view(dh.shape)
     return dh.to(dout.dtype), dh.reshape(-1, dh.shape[-1]).sum(0)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def activation_forward(a):
+    """``out = dropout(act(h + bias))``; ``out`` may be ``h``."""
+    a.out.copy_(activation(a.h, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed))
+
+
+def activation_backward(a):
+    """Gradients of activation_forward. ``saved`` is ``out`` for relu, which needs no bias, and
+    ``h`` for gelu; ``dh`` may be ``dout`` or ``saved``."""
+    grads = activation_grad(
+        a.dout, a.saved, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed
+    )
+    a.dh.copy_(grads[0])
+    put(a.dbias, grads[1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepfast.reference.dropout import dropout_mask
+from deepfast.reference.rows import load, put
 
 
 def sentences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
@@ -91,3 +92,34 @@ def attention(
         o.append(torch.einsum("hmn,nhd->mhd", weights * mask, v[b]))
         lse.append(s.logsumexp(-1))
     return torch.cat(o), torch.cat(lse, dim=1)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def attention_forward(a):
+    """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
+    values = attention(
+        load(a.q), load(a.k), load(a.v), a.cu_seqlens_q, a.cu_seqlens_k,
+        left=a.left, right=a.right, scale=a.scale, dropout_p=a.dropout_p, seed=a.seed,
+    )  # fmt: skip
+    put(a.o, values[0])
+    put(a.lse, values[1])
+
+
+def attention_backward(a):
+    """Gradients of attention_forward from that of ``o``."""
+    heads, groups = a.q.shape[1], (a.k.shape[1], -1)
+    masks = weight_masks(a.seed, a.q.shape[0], heads, a.max_seqlen_k, a.dropout_p, load(a.q))
+    for rows, keys in sentences(a.cu_seqlens_q, a.cu_seqlens_k):
+        q_a, g = load(a.q[rows]), load(a.dout[rows])
+        k_b, v_b = grouped(load(a.k[keys]), heads), grouped(load(a.v[keys]), heads)
+        s = scores(q_a, k_b, a.left, a.right, a.scale)
+        weights = (s - a.lse[:, rows, None]).exp().masked_fill(s == -torch.inf, 0)
+        mask = masks[rows, :, : s.shape[2]].transpose(0, 1)
+        dweights = torch.einsum("mhd,nhd->hmn", g, v_b) * mask
+        delta = (g * load(a.o[rows])).sum(-1).T
+        ds = a.scale * weights * (dweights - delta.unsqueeze(-1))
+        a.dq[rows] = torch.einsum("hmn,nhd->mhd", ds, k_b)
+        a.dk[keys] = torch.einsum("hmn,mhd->nhd", ds, q_a).unflatten(1, groups).sum(2)
+        a.dv[keys] = torch.einsum("hmn,mhd->nhd", weights * mask, g).unflatten(1, groups).sum(2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
 from deepfast.reference.layer_norm import normalise
+from deepfast.reference.rows import affine, entry, load, norm_backward, normalised
 
 
 def depth_mix(
@@ -71,3 +72,38 @@ def dlcl(
     z = [layer_norm(y[k], k) if norm == "pre" else y[k] for k in range(row + 1)]
     x = sum(weight[row, k] * z[k] for k in range(row + 1))
     return layer_norm(x, row) if norm == "post" else x
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def depth_mix_forward(a):
+    """``out = sum_k weight[k] * LN_k(sources[k])`` over separate tensors."""
+    total = 0
+    for k, source in enumerate(a.sources):
+        n = load(source)
+        if a.norm:
+            n, a.mean[k], a.rstd[k] = normalise(n, a.eps)
+        z = affine(n, entry(a.norm_weight, k), entry(a.norm_bias, k))
+        total = total + a.weight[k] * z
+    a.out.copy_(total)
+
+
+def depth_mix_backward(a):
+    """Gradients of depth_mix_forward; ``dsources`` is empty where no source needs one."""
+    g = load(a.dout)
+    for k, source in enumerate(a.sources):
+        n = load(source)
+        if a.norm:
+            n = normalised(n, a.mean[k], a.rstd[k])
+        z = affine(n, entry(a.norm_weight, k), entry(a.norm_bias, k))
+        u = a.weight[k] * g
+        if a.dweight is not None:
+            a.dweight[k] = (g * z).sum(0) if a.weight.dim() == 2 else (g * z).sum()
+        if a.dnorm_weight is not None:
+            a.dnorm_weight[k] = (u * n).sum(0)
+        if a.dnorm_bias is not None:
+            a.dnorm_bias[k] = u.sum(0)
+        if a.dsources:
+            u = u if a.norm_weight is None else u * a.norm_weight[k]
+            a.dsources[k].copy_(norm_backward(u, n, a.rstd[k]) if a.norm else u)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
 from deepfast.reference.dropout import dropout
+from deepfast.reference.rows import affine, load, norm_backward, normalised, put
 
 
 def normalise(x: Tensor, eps: float, rms: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -58,3 +59,34 @@ def rms_norm(
     return layer_norm(
         x, weight, None, eps, residual=residual, dropout_p=dropout_p, seed=seed, rms=True
     )
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def layer_norm_forward(a):
+    """``sum = residual + dropout(x)``, ``y = LN(sum) * weight + bias``.
+
+    With ``rms`` the normalisation subtracts no mean, and ``mean`` is None.
+    """
+    s = dropout(load(a.x), a.dropout_p, a.seed)
+    s = s if a.residual is None else s + load(a.residual)
+    if a.sum is not None:
+        a.sum.copy_(s)
+        s = load(a.sum)
+    n, m, r = normalise(s, a.eps, a.rms)
+    put(a.mean, m)
+    a.rstd.copy_(r)
+    a.y.copy_(affine(n, a.weight, a.bias))
+
+
+def layer_norm_backward(a):
+    """Gradients of layer_norm_forward from ``dy`` and, unless it is None, ``dsum``."""
+    n = normalised(load(a.sum), a.mean, a.rstd)
+    g = load(a.dy)
+    put(a.dweight, (g * n).sum(0))
+    put(a.dbias, g.sum(0))
+    ds = norm_backward(affine(g, a.weight, None), n, a.rstd, a.rms)
+    ds = ds if a.dsum is None else ds + load(a.dsum)
+    put(a.dresidual, ds)
+    put(a.dx, dropout(ds, a.dropout_p, a.seed))

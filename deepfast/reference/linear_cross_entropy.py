@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
+from deepfast.reference.rows import load
 
 
-def cross_entropy(
+def losses(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """Losses and negative log-likelihoods (T,) of logits (T, V) in their own dtype; 0 if ignored.
@@ -42,6 +43,27 @@ def linear_cross_entropy(
     """
     logits = F.linear(hidden, weight, bias).to(compute_dtype(hidden.dtype))
     logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
-    loss, nll = cross_entropy(logits, target, label_smoothing, ignore_index)
+    loss, nll = losses(logits, target, label_smoothing, ignore_index)
     count = (target != ignore_index).sum() if reduction == "mean" else torch.ones(())
     return loss.sum() / count, nll.sum() / count
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def cross_entropy(a):
+    """``loss`` and ``nll`` of each row; with ``write_grad`` the gradient overwrites the logits.
+
+    logits (T, V), target (T,) int64, loss and nll (T,) in the compute dtype. The gradient is
+    ``softmax - (1 - label_smoothing) * onehot - label_smoothing / V``, 0 where ignored.
+    """
+    x = load(a.logits)
+    values = losses(x, a.target, a.label_smoothing, a.ignore_index)
+    a.loss.copy_(values[0])
+    a.nll.copy_(values[1])
+    if a.write_grad:
+        counts = (a.target != a.ignore_index).unsqueeze(-1)
+        d = x.softmax(-1) - a.label_smoothing / x.shape[1]
+        hit = a.target.unsqueeze(-1).where(counts, 0)
+        d.scatter_add_(-1, hit, torch.full_like(d[:, :1], a.label_smoothing - 1))
+        a.logits.copy_(d.where(counts, 0.0))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend, ops
-from deepfast.cases.ops import offsets
+from deepfast.cases.sentences import offsets
 from deepfast.ops.common import empty_slots
 
 pytestmark = pytest.mark.gpu

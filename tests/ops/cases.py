@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepfast import ops as public
 from deepfast.backend import NO_CUDA, SDPA
-from deepfast.cases import check, ops
+from deepfast.cases import check, ops, sentences
 from deepfast.cases.case import Rows, differentiate, masked, tuple_of
 from tests.tolerances import assert_accurate
 
@@ -19,11 +19,13 @@ P, SEED = 0.3, 11
 def _packed(name, rows, p):
     """Two sentences, the first of two tokens; two heads share one of the keys."""
     lengths = [2, rows.tokens - 2]
-    return ops.attention(name, lengths, None, ops.Heads(2, D, 2), causal=True, window=1, p=p)
+    return sentences.attention(
+        name, lengths, None, sentences.Heads(2, D, 2), causal=True, window=1, p=p
+    )
 
 
 def _recurrent(name, rows, _):
-    return ops.peephole_lstm(name, rows.tokens, 2, K, reverse=True, begun=True)
+    return sentences.peephole_lstm(name, rows.tokens, 2, K, reverse=True, begun=True)
 
 
 MAKERS = {
@@ -35,7 +37,9 @@ MAKERS = {
     "norm_linear": lambda n, rows, p: ops.norm_linear(n, rows, N, p=p),
     "feed_forward": lambda n, rows, p: ops.feed_forward(n, rows, N, p=p),
     "attention": _packed,
-    "linear_cross_entropy": lambda n, rows, _: ops.linear_cross_entropy(n, rows, N, bias=True),
+    "linear_cross_entropy": lambda n, rows, _: sentences.linear_cross_entropy(
+        n, rows, N, bias=True
+    ),
     "peephole_lstm": _recurrent,
 }
 NAMES = list(MAKERS)

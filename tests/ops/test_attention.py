@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast import backend as backends
-from deepfast.cases import ops
+from deepfast.cases import sentences
 from deepfast.ops import attention
 from tests.ops.cases import assert_agrees
 
@@ -89,8 +89,8 @@ def results(leaves, dtype, grad, *args, **options):
 
 
 def case_of(queries, keys, heads, window, causal, p=0.0):
-    heads = ops.Heads(heads[0], D, heads[0] // heads[1])
-    return ops.attention("", queries, keys, heads, causal=causal, window=window, p=p)
+    heads = sentences.Heads(heads[0], D, heads[0] // heads[1])
+    return sentences.attention("", queries, keys, heads, causal=causal, window=window, p=p)
 
 
 # Triton's kernels have such cases in tests/kernels.

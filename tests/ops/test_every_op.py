@@ -8,18 +8,15 @@ import torch
 
 from deepfast import backend as backends
 from deepfast.cases.case import tuple_of
-from deepfast.cases.sizes import KERNELS, PRODUCTS, Sizes
-from tests.ops.cases import EVERY, ROWS, Call, assert_agrees, equal, results, serves
-from tests.ops.cases import PRODUCTS as WITH_PRODUCTS
+from deepfast.cases.sizes import LISTED, Sizes
+from tests.ops.cases import EVERY, PRODUCTS, ROWS, Call, assert_agrees, equal, results, serves
 
 EVERY_OP = pytest.mark.parametrize("name", EVERY)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-OPS = {
-    name: make for name, make in (KERNELS | PRODUCTS).items() if not name.endswith("boundary")
-}  # fmt: skip
+OPS = {name: listed for name, listed in LISTED.items() if not name.endswith("boundary")}
 # Rows with and without whole vectors, with several kinds of tail; rows of more than 8192 channels.
 SIZES = {"small": Sizes(5, 17, 32, 20), "one": Sizes(1, 1, 8, 36), "more": Sizes(70, 255, 64, 33),
          "wide": Sizes(2, 9001, 8192, 129, 9)}  # fmt: skip
@@ -79,7 +76,7 @@ def test_dtypes_of_results(backend, name, dtype):
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
-@pytest.mark.parametrize("name", [*ROWS, *WITH_PRODUCTS])
+@pytest.mark.parametrize("name", [*ROWS, *PRODUCTS])
 def test_no_tokens(backend, name, lead):
     serves(name, backend)
     c = Call(name, backend, lead=lead)

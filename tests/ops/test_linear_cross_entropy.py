@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend as backends
-from deepfast.cases import ops
+from deepfast.cases import sentences
 from deepfast.cases.case import Rows
 from deepfast.ops import linear_cross_entropy
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
@@ -42,7 +42,7 @@ def backend(exact_backend):
 def test_agrees(backend, dtype, shape, smoothing, biased, reduction, chunk):
     T, D, V = shape
     options = {"smoothing": smoothing, "reduction": reduction, "bias": biased, "chunk": chunk}
-    assert_agrees(ops.linear_cross_entropy("", Rows((T,), D), V, **options), backend, dtype)
+    assert_agrees(sentences.linear_cross_entropy("", Rows((T,), D), V, **options), backend, dtype)
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(backend):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast import backend as backends
-from deepfast.cases import ops
+from deepfast.cases import sentences
 from deepfast.ops import peephole_lstm
 from tests.ops.cases import equal
 
@@ -25,7 +25,7 @@ def operands(T, B, H, dtype=torch.float32):
 
 
 def test_any_number_of_threads_gives_the_same_bits(threads):
-    case = ops.peephole_lstm("", 3, 23, 33, reverse=True, begun=True)
+    case = sentences.peephole_lstm("", 3, 23, 33, reverse=True, begun=True)
     leaves = case.leaves(torch.float32, torch.float32)
     # The weight's gradient is torch's product.
     wanted = [x for name, x in leaves.items() if name != "weight"]

@@ -9,7 +9,7 @@ from torch import ones
 
 from deepfast import ops
 from deepfast.backend import BackendError
-from deepfast.cases.ops import offsets
+from deepfast.cases.sentences import offsets
 
 X, ROW, CU = ones(3, 4), ones(4), offsets([4], "cpu")
 Q = ones(4, 2, 16)

@@ -1,0 +1,226 @@
+"""Makes calls of the public ops over sentences: attention, the loss and the LSTM."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepfast import ops
+from deepfast.cases import ops as calls
+from deepfast.cases.case import (
+    Calls,
+    Case,
+    Moved,
+    Rows,
+    Sizes,
+    Stored,
+    Typical,
+    linear,
+    on_devices,
+    values,
+)
+from deepfast.reference.peephole_lstm import cell
+
+
+def offsets(lengths: Sequence[int], device) -> Tensor:
+    """(N + 1,) int32: where each sentence begins, and the end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+class Heads(NamedTuple):
+    """Heads of attention."""
+
+    number: int
+    width: int
+    group: int = 1
+    """How many heads share one of the keys."""
+
+
+def attention(
+    name: str, queries: Sequence[int], keys: Sequence[int] | None, heads: Heads, *,
+    causal: bool = False, p: float = 0.0, window=None,
+) -> Case:  # fmt: skip
+    """Sentences of these lengths; without ``keys`` theirs are the queries'."""
+    keys = queries if keys is None else keys
+    shape = {"q": (sum(queries), heads.number), "k": (sum(keys), heads.number // heads.group)}
+    shape["v"] = shape["k"]
+    given: dict = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
+    longest = max(queries, default=0), max(keys, default=0)
+
+    there = on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
+
+    def run(q, k, v, *, backend=None):
+        of_queries, of_keys = there(q.device)
+        return ops.attention(
+            q, k, v, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys,
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=causal, window=window,
+            dropout_p=p, seed=calls.SEED, backend=backend,
+        )  # fmt: skip
+
+    def padded(x, lengths):
+        real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+        real = real.to(x.device)
+        return x.new_zeros(*real.shape, *x.shape[1:]).index_put((real,), x).transpose(1, 2), real
+
+    def plain(_, q, k, v):
+        (q, of_q), (k, of_k), (v, _) = (
+            padded(x, lengths) for x, lengths in ((q, queries), (k, keys), (v, keys))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, of_k[:, None, None])
+        return out.transpose(1, 2)[of_q]
+
+    # SDPA's padded form has no windows, and another dropout mask.
+    has_plain = not (causal or p or window or heads.group > 1) and queries and min(keys) > 0
+    product = (
+        2 * heads.number * heads.width * sum(a * b for a, b in zip(queries, keys, strict=True))
+    )
+    state = sum(queries) * heads.number * heads.width
+    return Case(
+        name=name, op="attention", operands=given, run=run, plain=plain if has_plain else None,
+        how="sentences padded, scaled_dot_product_attention, unpadded",
+        moved=(Moved(4 * state), Moved(8 * state)), flops=(2 * product, 5 * product),
+    )  # fmt: skip
+
+
+def linear_cross_entropy(
+    name: str, rows: Rows, vocabulary: int, *, smoothing: float = 0.1, reduction: str = "mean",
+    bias: bool = False, chunk: int | None = None,
+) -> Case:  # fmt: skip
+    """Every fifth target is ignored."""
+    target = torch.randint(vocabulary, rows.lead)
+    target[1::5] = -100
+    there = on_devices(target)
+    given: dict = {"hidden": rows.random(), "weight": linear(vocabulary, rows.dim)}
+    given |= {"bias": Stored(torch.randn(vocabulary))} if bias else {}
+
+    def run(hidden, weight, bias=None, *, backend=None):
+        return ops.linear_cross_entropy(
+            hidden, weight, there(hidden.device)[0], bias=bias, label_smoothing=smoothing,
+            reduction=reduction, chunk=chunk, backend=backend,
+        )  # fmt: skip
+
+    def plain(_, hidden, weight, bias=None):
+        logits = F.linear(hidden, weight, bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(
+            logits.flatten(0, -2), there(hidden.device)[0].flatten(), label_smoothing=smoothing,
+            reduction=reduction,
+        )  # fmt: skip
+
+    product = 2 * rows.tokens * rows.dim * vocabulary
+    return Case(
+        name=name, op="linear_cross_entropy", operands=given, run=run, plain=plain,
+        # Gradients are made in forward.
+        how=f"linear to {vocabulary:,} words, cross_entropy", flops=(3 * product, 0),
+    )  # fmt: skip
+
+
+def loop_of_ops(f, weight, peephole, h0=None, c0=None, *, lengths=None, reverse=False):
+    """`peephole_lstm` as a loop of torch's ops over all steps: h, and the last h and c. After the
+    end of a sentence h is 0 and the state does not change."""
+    zeros = f.new_zeros(f.shape[1], f.shape[2] // 4)
+    h, c = zeros if h0 is None else h0, zeros if c0 is None else c0
+    out = [zeros] * len(f)
+    for t in reversed(range(len(f))) if reverse else range(len(f)):
+        new_h, new_c, _ = cell(torch.addmm(f[t], h, weight), c, peephole)
+        if lengths is None:
+            h, c, out[t] = new_h, new_c, new_h
+            continue
+        live = (t < lengths).unsqueeze(1)
+        h, c = torch.where(live, new_h, h), torch.where(live, new_c, c)
+        out[t] = torch.where(live, new_h, 0)
+    return torch.stack(out) if out else f.new_zeros(0, *zeros.shape), h, c
+
+
+def peephole_lstm(
+    name: str, steps: int, batch: int, width: int, *, reverse: bool = False, begun: bool = False
+) -> Case:
+    """``begun``: with first states and sentences of different lengths."""
+    given: dict = {
+        "f": Rows((steps, batch), 4 * width).random(),
+        "weight": Stored(torch.randn(width, 4 * width) / width**0.5),
+        "peephole": values(3, width),
+    }
+    if begun:
+        given |= {"h0": Rows((batch,), width).random(), "c0": values(batch, width)}
+    lengths = (torch.arange(batch) * 7 + steps) % (steps + 1) if begun else None
+
+    def options(f):
+        return {"lengths": None if lengths is None else lengths.to(f.device), "reverse": reverse}
+
+    def run(f, weight, peephole, h0=None, c0=None, *, backend=None):
+        return ops.peephole_lstm(f, weight, peephole, h0=h0, c0=c0, **options(f), backend=backend)
+
+    product = 2 * steps * batch * width * 4 * width
+    return Case(
+        name=name, op="peephole_lstm", operands=given, run=run,
+        plain=lambda _, **named: loop_of_ops(**named, **options(named["f"])),
+        how=f"a loop of ops over {steps} steps", flops=(product, 2 * product),
+    )  # fmt: skip
+
+
+# ---- what kernels are held to --------------------------------------------------------------------
+
+
+def attention_calls(s: Sizes) -> Iterator[Case]:
+    short = [1, 9, 0, min(s.tokens, 61), 5]
+    long = [s.tokens // 2 + 1, 3]
+    make = attention
+    yield make("short, causal, dropout", short, None, Heads(2, 32), causal=True, p=0.3)
+    yield make("long", long, None, Heads(2, 16))
+    yield make("cross", [7, 3, 0, 5], [s.tokens // 8 + 3, 1, 9, 0], Heads(3, 8), p=0.1)
+    width = 40 if s.tokens > 5 else 10
+    yield make("odd width", [9, 2], None, Heads(1, width), causal=True, p=0.1)
+    yield make("groups, causal", short, None, Heads(4, 32, 2), causal=True, p=0.3)
+    yield make("groups, long, window", long, None, Heads(4, 16, 4), causal=True, p=0.1,
+               window=s.tokens // 8)  # fmt: skip
+    yield make("window", short, None, Heads(2, 16), window=(3, 2))
+    yield make("window, long, cross", long, [s.tokens, 9], Heads(2, 16), p=0.1, window=(2, 40))
+    yield make("no sentence", [], None, Heads(2, 16))
+
+
+def linear_cross_entropy_calls(s: Sizes) -> Iterator[Case]:
+    make = linear_cross_entropy
+    odd = s.rows(s.even, apart=3)
+    yield make("odd vocabulary, ignored targets", odd, 4 * s.odd + 1, chunk=4 * s.tokens // 7 + 1)
+    yield make("aligned, no smoothing", s.rows(s.misfit, tokens=s.tokens // 2 + 1), 4 * s.even,
+               smoothing=0.0, bias=True)  # fmt: skip
+    # The mean of no token is nan.
+    yield make("no token", s.rows(s.even, tokens=0), s.even, reduction="sum")
+
+
+def peephole_lstm_calls(s: Sizes) -> Iterator[Case]:
+    batch = 33 if s.tokens > 5 else 3
+    make = peephole_lstm
+    yield make("odd width, lengths, reversed", 5, batch, s.odd, reverse=True, begun=True)
+    yield make("odd width, lengths", 4, batch, s.odd, begun=True)
+    yield make("aligned", 3, batch, s.even)
+    yield make("no sentence", 2, 0, s.misfit, begun=True)
+
+
+def _typical_attention(t: Typical) -> Case:
+    width = t.rows.dim
+    lengths = [width] * max(1, (8192 if t.gpu and not t.few else 1) // width)
+    # The reference holds all weights of a sentence, in float64.
+    heads = Heads(2 if t.few else 8, 64) if t.gpu else Heads(1, 16)
+    return attention(t.name, lengths, None, heads)
+
+
+def _typical_loss(t: Typical) -> Case:
+    hidden = Rows((min(t.rows.tokens, 2048),), 512 if t.gpu else 8)
+    return linear_cross_entropy(t.name, hidden, 8 * t.rows.dim)
+
+
+def _typical_lstm(t: Typical) -> Case:
+    steps = 16 if t.gpu else 2
+    return peephole_lstm(t.name, steps, min(t.rows.tokens, 64), t.rows.dim)
+
+
+KERNELS = {
+    "attention": Calls(attention_calls, _typical_attention),
+    "linear_cross_entropy": Calls(linear_cross_entropy_calls, _typical_loss),
+    "peephole_lstm": Calls(peephole_lstm_calls, _typical_lstm),
+}
