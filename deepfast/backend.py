@@ -17,6 +17,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -46,6 +47,12 @@ KERNEL_FILES = {op: (op,) for op in OPS} | {
     "linear_cross_entropy": ("cross_entropy",),
 }
 """The files of kernels/ that serve an op."""
+
+TRITON = tuple(
+    op for op, files in KERNEL_FILES.items()
+    if all((Path(__file__).parent / "kernels" / f"{file}.py").exists() for file in files)
+)  # fmt: skip
+"""Ops with Triton kernels."""
 
 NO_CUDA = tuple(op for op in OPS if op not in ("layer_norm", "depth_mix", "boundary", "attention"))
 """Ops without kernels in csrc/cuda; attention has torch's there. With ``backend="cuda"`` Triton's
@@ -111,7 +118,8 @@ def _visible(device: torch.device) -> list[int]:
 
 def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if op in NO_CUDA:
-        return f"{op} has no kernel in CUDA C++; with backend='cuda' Triton runs it"
+        who = "; with backend='cuda' Triton runs it" if op in TRITON else " or Triton"
+        return f"{op} has no kernel in CUDA C++{who}"
     if device.type == "cpu" and emulated is not None:
         return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":

@@ -1,6 +1,8 @@
 """The connections of stacks by name: the one list that modules, planner, recipes and errors read.
 
 To add a connection, write its class in a file of `deepfast/nn/connections/` and add a line here.
+`deepfast/memory/` counts those that are planned, and `deepfast/attach/parent.py` makes those that
+mix for models of other packages.
 """
 
 from typing import NamedTuple
@@ -24,24 +26,34 @@ class Kind(NamedTuple):
     """Whether only pre-norm stacks have it."""
     without_norm: bool = False
     """Whether a stack that has it may have no norms."""
-    planned: bool = True
-    """Whether the planner of memory knows it."""
+    planned: str | None = None
+    """The connection as which the planner of memory counts it; None: it cannot."""
+    streams: bool = False
+    """Whether a layer has an input each for its queries, keys, values and residual."""
 
 
 CONNECTIONS = {
-    "dlcl": Kind("dlcl.Mixed", dlcl={}, mixes=True),
-    "residual": Kind("residual.Residual", without_norm=True),
+    "dlcl": Kind("dlcl.Mixed", dlcl={}, mixes=True, planned="dlcl"),
+    "residual": Kind("residual.Residual", without_norm=True, planned="residual"),
     # Depth-weighted averages start as the identity and mix the states without layer-norms;
     # ``dilation`` and ``period`` are those of the paper (Pagliardini et al., DenseFormer, 2024).
     # The paper takes no average at the embedding and between periods. Here such a row has one
     # learned scale, which starts at 1.
     "denseformer": Kind(
-        "dlcl.Mixed", dlcl={"norm": None, "init": "identity"}, mixes=True, planned=False
+        "dlcl.Mixed", dlcl={"norm": None, "init": "identity"}, mixes=True, planned="dlcl"
     ),
-    "attnres": Kind("attention_residuals.Attended", mixes=True, attends=True, pre_norm=True),
-    "block_attnres": Kind("attention_residuals.Attended", mixes=True, attends=True, pre_norm=True),
-    "mudd": Kind("mudd.Streams", pre_norm=True, planned=False),
-    "latent": Kind("residual.Residual", without_norm=True),
+    "attnres": Kind(
+        "attention_residuals.Attended", mixes=True, attends=True, pre_norm=True, planned="attnres"
+    ),
+    "block_attnres": Kind(
+        "attention_residuals.Attended",
+        mixes=True,
+        attends=True,
+        pre_norm=True,
+        planned="block_attnres",
+    ),
+    "mudd": Kind("mudd.Streams", pre_norm=True, streams=True),
+    "latent": Kind("residual.Residual", without_norm=True, planned="latent"),
 }
 
 

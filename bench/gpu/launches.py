@@ -43,7 +43,10 @@ def names(by: str) -> list[str]:
     """The launches that a backend has kernels for."""
     return [
         name for name, launch in LAUNCHES.items()
-        if by == "triton" or launch.op not in {"attention", *backend.NO_CUDA}
+        if (
+            launch.op in backend.TRITON if by == "triton"
+            else launch.op not in {"attention", *backend.NO_CUDA}
+        )
     ]  # fmt: skip
 
 

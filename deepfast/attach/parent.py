@@ -83,12 +83,12 @@ def connect(
             "pass the module whose forward loops over the layers, and the dotted name of their "
             "list, as in connect(model, 'transformer.h', ...)"
         )
-    if connection == "mudd":
+    if connection in CONNECTIONS and CONNECTIONS[connection].streams:
         raise ValueError(
-            f"{OP}: connection='mudd' gives the queries, keys, values and residual of a layer an "
-            "input each, which only deepfast's own layers take; use "
-            "deepfast.nn.TransformerEncoder(..., connection='mudd'), or deepfast.nn.MUDD in a loop "
-            "of your own"
+            f"{OP}: connection={connection!r} gives the queries, keys, values and residual of a "
+            "layer an input each, which only deepfast's own layers take; use "
+            f"deepfast.nn.TransformerEncoder(..., connection={connection!r}), or deepfast.nn.MUDD "
+            "in a loop of your own"
         )
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)

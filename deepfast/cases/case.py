@@ -206,7 +206,7 @@ class Typical(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The calls that the kernels of an op are held to: at odd sizes, and a typical one."""
+    """The calls that the kernels of an op must pass: at odd sizes, and a typical one."""
 
     listed: Callable[[Sizes], Iterator[Case]]
     typical: Callable[[Typical], Case]

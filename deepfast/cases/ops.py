@@ -286,7 +286,7 @@ def attention_residual(name: str, rows: Rows, count: int) -> Case:
 rms_norm = partial(layer_norm, rms=True)
 
 
-# ---- what kernels are held to --------------------------------------------------------------------
+# ---- what kernels must pass ----------------------------------------------------------------------
 
 
 def layer_norm_calls(s: Sizes) -> Iterator[Case]:

@@ -162,7 +162,7 @@ def peephole_lstm(
     )  # fmt: skip
 
 
-# ---- what kernels are held to --------------------------------------------------------------------
+# ---- what kernels must pass ----------------------------------------------------------------------
 
 
 def attention_calls(s: Sizes) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The calls that kernels are held to, at sizes that fit no block or vector, and typical ones."""
+"""The calls that kernels must pass, at sizes that fit no block or vector, and typical ones."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ THOROUGH = {
 
 
 KERNELS = ops.KERNELS | stacks.KERNELS | sentences.KERNELS
-"""By the ops of `deepfast.backend.OPS`: the calls that their kernels are held to."""
+"""By the ops of `deepfast.backend.OPS`: the calls that their kernels must pass."""
 
 LISTED = {op: calls.listed for op, calls in KERNELS.items()} | ops.PRODUCTS
 """The calls at odd sizes, also of ops that combine such kernels with torch's matrix products."""
@@ -31,7 +31,7 @@ def typical(op: str, width: int, kind: str, tokens: int | None = None) -> Case:
 
 
 def cases(op: str, kind: str, widths: tuple[int, ...], thorough: bool = False) -> Iterator[Case]:
-    """The calls that backends are held to on devices of type ``kind``: odd sizes, then typical
+    """The calls that backends must pass on devices of type ``kind``: odd sizes, then typical
     ``widths``, with fewer tokens than are timed."""
     torch.manual_seed(1)
     for sizes in (QUICK[kind], *(THOROUGH[kind] if thorough else ())):

@@ -35,8 +35,8 @@ class OutNorm(NamedTuple):
 
 
 class RowNorm(NamedTuple):
-    """An `OutNorm` in the compute dtype, and its statistics (T,). An RMS norm has no mean, and what
-    is no norm has no rstd."""
+    """An `OutNorm` in the compute dtype, and its statistics (T,). An RMS norm has no mean, and rstd
+    is None where there is no norm."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -56,7 +56,8 @@ class RowGrads(NamedTuple):
     """What the kernel of a boundary reads in backward, and what it writes: (T, D) each, or None."""
 
     dx: Tensor | None
-    """g_k, the gradient of the row, and that of the norm behind it."""
+    """The gradient of x as it came in, and that of the norm's result. The kernel makes g_k from
+    both."""
     dout: Tensor | None
     near: list[int]
     """The rows of the block whose gradients it pulls."""
@@ -125,7 +126,7 @@ class DepthPass:
     backward_row: Callable[[Any, RowNorm, RowGrads], None]
     """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
     begin: Callable[[int], None]
-    """Called first, with T: makes what the subclass has beside."""
+    """Called last in ``__init__``, with T: makes the subclass's own buffers."""
     begin_grads: Callable[[], None]
     """Called where backward begins: sets the gradients of the parameters to 0."""
     take_grads: Callable[[], tuple[Tensor | None, ...]]

@@ -1,4 +1,4 @@
-"""The rows of one pass that begin or end outside of it, for a stack in several stages.
+"""The rows that are only partly computed in one pass, for a stack in several stages.
 
 A stage of a pipeline has the states of its own layers. The sum of a row over the states below them
 comes from the stage before (`Begun`). What its own states add to the rows of later stages are rows

@@ -66,7 +66,8 @@ def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
 
 
 class FarPass(NamedTuple):
-    """One launch over what lies outside a block, for the targets in the block that sum the same.
+    """One launch over what lies outside a block, for the targets in the block that read the same
+    sources.
 
     In forward the targets are rows, and the sources earlier states. In backward the targets are
     states, and the sources the gradients of later rows.
@@ -91,7 +92,8 @@ class Schedule:
         pattern: the states that each row reads.
         block: rows per block.
         rows: how many of the rows are computed with a state; the others come after the last state.
-        first: a row that begins a block; the block before it may be shorter.
+        first: the row of the first layer of a pipeline's stage. A block begins there, so the block
+            before it may be shorter.
     """
 
     def __init__(self, pattern: Pattern, block: int, rows: int | None = None, first: int = 0):

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from deepfast import checks
-from deepfast.connections import names
+from deepfast import checks, connections
 from deepfast.memory.policies import ATTENTION_RESIDUALS
 
-CONNECTIONS = names("planned")
+CONNECTIONS = tuple(name for name, kind in connections.CONNECTIONS.items() if kind.planned == name)
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
 """Bytes of state per parameter; "sgd" is without momentum."""
 CHOICES = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.base import LayerCall, Options, connection_of, reading_parts
@@ -303,7 +304,7 @@ class TransformerDecoder(_Stack):
             for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
         ]
         calls = self._calls(options, cache.gates)
-        whole = not self.connection.parts and self.connection.kind != "mudd"
+        whole = not self.connection.parts and not CONNECTIONS[self.connection.kind].streams
         if whole and compiled(x_BD) and not torch._C._is_any_autocast_enabled():
             if cache.steps is None:
                 cache.steps = layer_steps(self.layers, x_BD)

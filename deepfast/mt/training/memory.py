@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from deepfast import backend as backends
+from deepfast.connections import CONNECTIONS
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.table import advise, describe, lines
@@ -125,8 +126,8 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         ffn=config.ffn_dim,
         vocabulary=config.vocab_size,
         decoder_layers=config.decoder_layers,
-        connection=_planned(config.encoder_connection),
-        decoder_connection=_planned(config.decoder_connection),
+        connection=CONNECTIONS[config.encoder_connection].planned,
+        decoder_connection=CONNECTIONS[config.decoder_connection].planned,
         reads=config.attnres_reads,
         norm=config.norm,
         norm_kind=config.norm_kind,
@@ -153,8 +154,3 @@ def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
     tokens = -(-recipe.data.max_tokens * together // size)
     # A sentence is not divided.
     return max(tokens, min(recipe.data.max_length, recipe.data.max_tokens)), count // together
-
-
-def _planned(connection: str) -> str:
-    """The planner's name of a connection. DenseFormer keeps the states of DLCL."""
-    return "dlcl" if connection == "denseformer" else connection

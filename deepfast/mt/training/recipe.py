@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepfast.checks import shown
-from deepfast.connections import CONNECTIONS
+from deepfast.connections import names
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
@@ -30,11 +30,10 @@ from deepfast.mt.training.sections import (
 
 SIZES = {"base": base, "big": big}
 
-MIXED = tuple(name for name in CONNECTIONS if name != "mudd")
 PLANNED = {
     "cross_attention": ("top",), "share_embeddings": ("all",), "norm_kind": ("layer", "rms"),
     "encoder_fusion": (None,), "decoder_fusion": (None,),
-    "encoder_connection": MIXED, "decoder_connection": MIXED,
+    "encoder_connection": names("planned"), "decoder_connection": names("planned"),
 }  # fmt: skip
 """Key of the section `model` -> the values whose memory the planner can predict."""
 

@@ -130,7 +130,7 @@ class Connection(nn.Module):
             self.norms = self.make_norms(options, self.reads * options.num_layers + 1)
 
     def make_children(self, options: Options) -> None:
-        """Makes what a subclass has beside the norms."""
+        """Makes the modules of a subclass other than the norms."""
 
     @staticmethod
     def make_norms(options: Options, count: int) -> Sequence[Norm]:
