@@ -49,8 +49,9 @@ def pytest_configure(config):
 
 # These take minutes. They start first, so that the workers finish at about the same time.
 LONG = (
-    "test_ptxas.py", "test_aot.py", "test_compile.py", "test_registered.py",
-    "test_registered_graphs.py", "test_build.py", "test_report.py",
+    "test_torchrun.py", "test_package.py", "test_gpu.py", "test_ptxas.py", "test_aot.py",
+    "test_compile.py", "test_registered.py", "test_registered_graphs.py", "test_build.py",
+    "test_report.py",
 )  # fmt: skip
 
 
