@@ -40,9 +40,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # A shell's background jobs ignore Ctrl-C, and so would every process the tests start.
+    # A shell's background jobs ignore Ctrl-C, and nohup's the end of a terminal. So would every
+    # process that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Most tensors here are tiny, and with several workers each has a core.
     torch.set_num_threads(1)
 

@@ -56,21 +56,30 @@ def test_agrees_in_16_bits(tolerances, backend, norm, weight, block, dtype):
     compare(tolerances, stack, dtype, tokens=40, block=block)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 1000])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_agrees_with_options(tolerances, ran, backend, norm, weight, options, block, dtype):
-    stack = Stack("dlcl", 19, 17, backend=backend, **form(norm, weight, 17) | options)
+def test_agrees_with_options(tolerances, ran, backend, norm, weight, options, block):
+    stack = Stack("dlcl", 11, 17, backend=backend, **form(norm, weight, 17) | options)
+    with torch.no_grad():
+        # Nearly linear layers: behind saturated ones rounding errors grow from layer to layer, and
+        # then the errors of any two ways to compute a stack differ by more than the rule allows.
+        stack.scales *= 0.3
     with ran("boundary", backend):
-        got = compare(tolerances, stack, dtype, block=block)
+        got = compare(tolerances, stack, block=block)
     assert ("depth.weight" in got) == options.get("learnable", True)
-    outside = torch.ones(20, 20, dtype=torch.bool)
+    outside = torch.ones(12, 12, dtype=torch.bool)
     for row, sources in enumerate(stack.depth.pattern):
         outside[row, list(sources)] = False
     assert stack.depth.effective_weight()[outside].eq(0).all()
     assert "depth.weight" not in got or got["depth.weight"][outside].eq(0).all()
+    # In float64 both forms round alike, so the errors of one are no measure of the other's: the
+    # gradient of a weight before a norm, which it cannot change, is nothing but their rounding.
+    y, stack = leaf(3, 17, dtype=torch.float64), stack.double()
+    got, want = (results(stack, h, y, y) for h in (DepthHistory(block=block), stack.plain()))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
