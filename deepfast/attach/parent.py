@@ -10,7 +10,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
-from deepfast.connections import BLOCKS, CONNECTIONS
+from deepfast.connections import BLOCKS, CONNECTIONS, names
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
@@ -83,7 +83,7 @@ def connect(
             "pass the module whose forward loops over the layers, and the dotted name of their "
             "list, as in connect(model, 'transformer.h', ...)"
         )
-    if connection in CONNECTIONS and CONNECTIONS[connection].streams:
+    if connection in names("streams"):
         raise ValueError(
             f"{OP}: connection={connection!r} gives the queries, keys, values and residual of a "
             "layer an input each, which only deepfast's own layers take; use "

@@ -214,11 +214,14 @@ class _Layer(nn.Module):
         y, _ = self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)
         return y
 
-    def _alone(self, x: Tensor, packing: Packing, own: dict, cross: dict) -> Tensor:
+    def _alone(
+        self, x: Tensor, packing: Packing, again: Recompute | None, gate: Gate | None, own: dict,
+        cross: dict,
+    ) -> Tensor:  # fmt: skip
         """What a layer outside a stack returns, (B, S, D), for packed tokens x."""
         if self.norm == "post":
-            return packing.unpack(self._run(x, None, packing, None, None, own, cross))  # type: ignore[arg-type]
-        out = self._run(x, self.attention_norm(x), packing, None, None, own, cross)
+            return packing.unpack(self._run(x, None, packing, again, gate, own, cross))  # type: ignore[arg-type]
+        out = self._run(x, self.attention_norm(x), packing, again, gate, own, cross)
         return packing.unpack(out[0] + F.dropout(out[1], self.dropout, self.training))
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
@@ -277,7 +280,7 @@ class TransformerEncoderLayer(_Layer):
             return self._attend(part, x, packing, recompute_n, None)
         if packing is None:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
-            return self._alone(x, packing, {}, {})
+            return self._alone(x, packing, recompute_n, gate, {}, {})
         return self._run(x, normed, packing, recompute_n, gate, {}, {})
 
 
@@ -313,17 +316,16 @@ class TransformerDecoderLayer(_Layer):
         """
         if part == "feed_forward":
             return self.feed_forward(x)
-        alone = packing is None
-        if alone:
-            x, packing, encoded, encoded_packing = packed_pair(
-                "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
-                key_padding_mask, encoded_key_padding_mask,
-            )  # fmt: skip
         own = {"causal": True, "cache": cache}
         cross = {"encoded": encoded, "encoded_packing": encoded_packing}
         if part is not None:
             given = own if part == "attention" else cross
             return self._attend(part, x, packing, recompute_n, None, **given)
-        if alone:
-            return self._alone(x, packing, own, cross)
+        if packing is None:
+            x, packing, *packed_encoded = packed_pair(
+                "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
+                key_padding_mask, encoded_key_padding_mask,
+            )  # fmt: skip
+            cross = dict(zip(cross, packed_encoded, strict=True))
+            return self._alone(x, packing, recompute_n, gate, own, cross)
         return self._run(x, normed, packing, recompute_n, gate, own, cross)

@@ -87,6 +87,7 @@ CALLS = [
     (lambda: connect(Loop(), norm="both"), ValueError, "norm must be"),
     (lambda: connect(Loop(), norm="pre", memory="lean"), ValueError, "memory must be"),
     (lambda: connect(Loop(), norm="pre", connection="nothing"), ValueError, "connection must be"),
+    (lambda: connect(Loop(), norm="pre", connection=["dlcl"]), ValueError, "connection must be"),
     (lambda: connect(Loop(), norm="pre", connection="mudd"), ValueError,
      r"nn\.TransformerEncoder.*connection='mudd'"),
     (lambda: connect(Loop(), norm="pre", inplace=None), ValueError,

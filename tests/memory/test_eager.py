@@ -1,7 +1,4 @@
-"""The closed forms of plain PyTorch, against plain models that are trained for a step.
-
-tests/measure/test_memory.py does the same for encoders alone.
-"""
+"""The closed forms of plain PyTorch, against plain models that are trained for a step."""
 
 import pytest
 import torch

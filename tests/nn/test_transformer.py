@@ -68,6 +68,15 @@ def test_a_layer_alone(backend, kind, norm, padding):
     assert_same(m(*inputs, *masks), layer(m, x, n, *given), m, inputs, keep)
 
 
+@NORMS
+@pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
+def test_a_gate_of_0_leaves_a_layer_alone_its_residual(kind, norm):
+    m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0))
+    (x, *others), _, _ = operands(kind, None)
+    want = x if norm == "pre" else m.norms_alone(x)
+    torch.testing.assert_close(m(x, *others, gate=0.0), want)
+
+
 @KINDS
 @PADDINGS
 @pytest.mark.parametrize("options", STACKS, ids=str)

@@ -74,6 +74,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
     for option in options:
         annotated = typing.get_origin(option) is Annotated
         plain, limit = typing.get_args(option) if annotated else (option, None)
+        if isinstance(value, os.PathLike) and limit and limit.path:
+            value = os.fspath(value)
         origin, parts, found = typing.get_origin(plain), typing.get_args(plain), value
         if origin is tuple:
             words.append(f"a list of {len(parts)} numbers")
@@ -87,6 +89,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
             words.append(limit.words if limit else NAMES[plain])
             if limit and limit.path and isinstance(value, str):
                 found = os.path.expanduser(value)
+            if plain is list and isinstance(value, tuple):
+                found = list(value)
             # YAML 1.1 reads 1e-3, which has no point, as text.
             if plain is float and isinstance(value, (int, str)) and not isinstance(value, bool):
                 with contextlib.suppress(ValueError, OverflowError):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
-from deepfast.connections import CONNECTIONS
+from deepfast.connections import CONNECTIONS, names
 from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
@@ -66,7 +66,7 @@ def reading_parts(
     Raises:
         ValueError: for other ``reads``, and for 2 without attention residuals.
     """
-    attends = connection in CONNECTIONS and CONNECTIONS[connection].attends
+    attends = connection in names("attends")
     reads = 1 + attends if reads is None else reads
     checks.whole(op, 1, 2, reads=reads)
     if reads == 2 and not attends:

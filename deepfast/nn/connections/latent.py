@@ -140,8 +140,12 @@ class LatentDepth(nn.Module):
         checks.whole(op, num_layers=self.num_layers, languages=self.languages)
         checks.whole(op, 0, soft_steps=self.soft_steps, anneal_steps=self.anneal_steps)
         checks.flag(op, hard=self.hard)
-        checks.positive(op, tau=self.tau, lr_scale=self.lr_scale, threshold=self.threshold)
-        checks.fraction(op, threshold=self.threshold)
+        checks.positive(op, tau=self.tau, lr_scale=self.lr_scale)
+        checks.number(op, threshold=self.threshold)
+        if not 0 < self.threshold < 1:
+            raise ValueError(
+                f"{op}: threshold must be a number between 0 and 1, got {self.threshold!r}"
+            )
         for name in ("kl_weight", "entropy_weight", "target_weight"):
             checks.number(op, **{name: getattr(self, name)})
         checks.choice(op, PRIORS, prior=self.prior)
@@ -149,7 +153,7 @@ class LatentDepth(nn.Module):
         if not checks.is_whole(self.seed):
             raise ValueError(f"{op}: seed must be a whole number, got {self.seed!r}")
         if not (isinstance(self.beta, tuple) and len(self.beta) == 2):
-            raise ValueError(f"{op}: beta must be two numbers, got {self.beta!r}")
+            raise ValueError(f"{op}: beta must be two numbers above 0, got {self.beta!r}")
         for number in self.beta:
             checks.positive(op, beta=number)
         if self.prior != "beta" and self.beta != (1, 1):
@@ -157,11 +161,11 @@ class LatentDepth(nn.Module):
                 f"{op}: beta must be (1, 1) for the prior {self.prior}, got {self.beta!r}"
             )
         if wanted is not None:
-            checks.positive(op, target_layers=wanted)
-            if wanted > self.num_layers:
+            checks.number(op, target_layers=wanted)
+            if not 0 < wanted <= self.num_layers:
                 raise ValueError(
-                    f"{op}: target_layers must be at most the {self.num_layers} layers, got "
-                    f"{wanted!r}"
+                    f"{op}: target_layers must be above 0 and at most the {self.num_layers} "
+                    f"layers, got {wanted!r}"
                 )
         elif self.target_weight:
             raise ValueError(

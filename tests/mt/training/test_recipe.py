@@ -1,5 +1,7 @@
 """Recipes: files, overrides, and a sentence for every mistake."""
 
+from pathlib import Path
+
 import pytest
 
 from deepfast.memory.policies import POLICIES
@@ -13,9 +15,16 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.recipe_file import differences
+from deepfast.mt.training.sections import DataSection
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
          "data.dev_target=b.de"]  # fmt: skip
+
+
+def test_python_s_own_kinds_of_paths_and_lists():
+    section = DataSection(train_source=Path("a"), train_target=Path("~/b"), languages=("de", "fr"))
+    assert (section.train_source, section.languages) == ("a", ["de", "fr"])
+    assert section.train_target == str(Path.home() / "b")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,10 @@ REFUSED = {
         ("data.phrases=[]", "data.phrases: expected one of de, fr, es or null"),
         ("data.languages=[de, fr]", "data.languages: expected null beside phrases"),
         ("model.latent.tau=0", "model.latent: tau must be a number above 0, got 0"),
-        ("model.latent.target_layers=13", "target_layers must be at most the 12 layers"),
+        (
+            "model.latent.target_layers=13",
+            "target_layers must be above 0 and at most the 12 layers",
+        ),
         ("model.languages={}", "unknown key model.languages"),
         *(
             (f"data.phrases=null data.languages={names}", f"data.languages: {words}")
