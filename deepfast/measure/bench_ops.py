@@ -85,7 +85,7 @@ def _connection(
 
 
 def _typical(op: str) -> Callable[[Sizes], Case]:
-    return lambda s: typical(op, s.dim, s.device.type, s.tokens)
+    return lambda s: typical(op, s.dim, torch.device(s.device).type, s.tokens)
 
 
 CASES: dict[str, Callable[[Sizes], Case]] = {

@@ -322,10 +322,10 @@ class TransformerDecoderLayer(_Layer):
             given = own if part == "attention" else cross
             return self._attend(part, x, packing, recompute_n, None, **given)
         if packing is None:
-            x, packing, *packed_encoded = packed_pair(
+            x, packing, encoded, encoded_packing = packed_pair(
                 "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
                 key_padding_mask, encoded_key_padding_mask,
             )  # fmt: skip
-            cross = dict(zip(cross, packed_encoded, strict=True))
+            cross = {"encoded": encoded, "encoded_packing": encoded_packing}
             return self._alone(x, packing, recompute_n, gate, own, cross)
         return self._run(x, normed, packing, recompute_n, gate, own, cross)

@@ -183,7 +183,7 @@ REFUSED = {
         ("model.latent.tau=0", "model.latent: tau must be a number above 0, got 0"),
         (
             "model.latent.target_layers=13",
-            "target_layers must be above 0 and at most the 12 layers",
+            "must be above 0 and at most the 12 layers",
         ),
         ("model.languages={}", "unknown key model.languages"),
         *(
