@@ -90,6 +90,10 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
                     more = intact_instead(Path(part.output)) if part.resume is True else ""
                     raise CheckpointError(f"{error}{more}") from error
                 result = run.go()
+                # DDP goes before its process group. Freed last, it would close the group while it
+                # holds Python's lock, for which a thread of the group may wait: torch 2.13 then
+                # hangs.
+                del run
             if result.stopped in SIGNALS:
                 break
         return result
