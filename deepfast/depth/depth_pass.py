@@ -56,8 +56,7 @@ class RowGrads(NamedTuple):
     """What the kernel of a boundary reads in backward, and what it writes: (T, D) each, or None."""
 
     dx: Tensor | None
-    """The gradient of x as it came in, and that of the norm's result. The kernel makes g_k from
-    both."""
+    """Those of x and of the norm's result, as they came in. The kernel makes g_k from both."""
     dout: Tensor | None
     near: list[int]
     """The rows of the block whose gradients it pulls."""
