@@ -59,7 +59,8 @@ def test_other_content_is_refused(sides):
 
 def test_trains_and_translates(make_recipe, corpus, sides, capsys):
     sizes = {"data.vocab_size": 50, "data.target_vocab_size": 60, "train.max_steps": 2}
-    result = train(make_recipe(sizes | {"model.share_embeddings": "none"}), quiet=True)
+    result = train(make_recipe(sizes | {"model.share_embeddings": "none"}))
+    assert "vocabulary 50 and 60 pieces, " in capsys.readouterr().out
     found, vocabulary = load_model(result.for_translation)
     assert (found.config.vocab_size, found.config.target_vocab_size) == (50, 60)
     assert read_vocabulary(vocabulary) == SeparateVocabularies(*sides)
