@@ -6,6 +6,7 @@ https://aclanthology.org/D18-2012.
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
 import hashlib
@@ -27,7 +28,7 @@ SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 
-class AnyVocabulary:
+class AnyVocabulary(abc.ABC):
     """What every vocabulary has. Two of them are equal where their bytes are."""
 
     pad_id: int
@@ -50,12 +51,12 @@ class AnyVocabulary:
         return {}
 
     @property
+    @abc.abstractmethod
     def target_size(self) -> int:
         """Number of ids on the target's side."""
-        raise NotImplementedError
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
     def search_ids(self) -> dict[str, int]:
         """The special ids that a search needs, by the names of its arguments."""
