@@ -10,7 +10,6 @@ from torch.func import functional_call
 from deepfast import backend
 from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case, Computed, Rows, torchs, tuple_of
-from deepfast.cases.sizes import KERNELS, typical
 from deepfast.clock import clock_of
 from deepfast.measure.clock import interleave, ratio
 from deepfast.measure.forms import ATTENTION_FORMS, FORMS, mixing_alone
@@ -84,13 +83,7 @@ def _connection(
     )  # fmt: skip
 
 
-def _typical(op: str) -> Callable[[Sizes], Case]:
-    return lambda s: typical(op, s.dim, torch.device(s.device).type, s.tokens)
-
-
 CASES: dict[str, Callable[[Sizes], Case]] = {
-    # DLCL and AttentionResiduals have the boundaries.
-    **{op: _typical(op) for op in KERNELS if not op.endswith("boundary")},
     "layer_norm": lambda s: ops.layer_norm("", s.rows, p=s.dropout),
     "rms_norm": lambda s: ops.rms_norm("", s.rows, p=s.dropout),
     "activation": lambda s: ops.activation("", Rows((s.tokens,), 4 * s.dim), p=s.dropout),
@@ -115,8 +108,8 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
         s, AttentionResiduals(s.layers, s.dim), ATTENTION_FORMS, "stack"
     ),
 }
-"""The public ops, at sizes of their own where the typical call is not what a model has; and the
-connections of a whole stack whose layers do nothing."""
+"""The public ops at sizes of a model, and the connections of a whole stack whose layers do nothing.
+"""
 
 
 def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
