@@ -130,7 +130,7 @@ def deepfast_speed(folder: Path, args: argparse.Namespace) -> float:
     recipe = folder / "deepfast.yaml"
     recipe.write_text(yaml.safe_dump(deepfast_recipe(folder, args)))
     shutil.rmtree(folder / "deepfast", ignore_errors=True)
-    run([sys.executable, "-m", "deepfast", "train", recipe.name], folder)
+    run([sys.executable, "-m", "deepfast", "mt", "train", recipe.name], folder)
     rows = map(json.loads, (folder / "deepfast" / "metrics.jsonl").read_text().splitlines())
     speeds = [row["target_tokens_per_second"] for row in rows if row["event"] == "train"]
     return statistics.median(speeds[1:])

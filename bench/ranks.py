@@ -31,7 +31,7 @@ def speeds(ranks: int, folder: Path, overrides: list[str]) -> list[float]:
     program = [sys.executable]
     if ranks > 1:
         program += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*program, "-m", "deepfast", "train", *RECIPE, *overrides, f"output={folder}"]
+    command = [*program, "-m", "deepfast", "mt", "train", *RECIPE, *overrides, f"output={folder}"]
     # As many cores as ranks, in both cases one for each.
     cores = sorted(os.sched_getaffinity(0))[:ranks]
     subprocess.run(

@@ -126,7 +126,7 @@ def test_the_layer_takes_a_batch_of_nothing(loop):
 def test_commands_exist(path):
     from deepfast.cli import COMMANDS
 
-    for command in re.findall(r"^ {4}deepfast ([\w-]+)", path.read_text(), re.M):
+    for command in re.findall(r"^ {4}deepfast ((?:mt )?[\w-]+)", path.read_text(), re.M):
         assert command in COMMANDS
 
 

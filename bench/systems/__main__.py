@@ -16,7 +16,7 @@ import torch
 
 from bench.systems.page import page
 from bench.systems.rows import LARGE, Row, named, text_files
-from deepfast.cli.sweep import add_process_arguments, here, processes_of
+from deepfast.cli.mt.sweep import add_process_arguments, here, processes_of
 from deepfast.files import require, write_atomically
 from deepfast.measure.sweep_picture import draw
 from deepfast.mt.sweep.grid import Point

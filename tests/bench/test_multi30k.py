@@ -35,13 +35,13 @@ def test_the_text_is_normalised_lower_cased_and_tokenised(folder):
 def test_the_score_counts_the_tokens(folder, capsys):
     found = folder / "found"
     found.write_text("\n".join(TOKENS["de"]), encoding="utf-8")
-    multi30k.main(["score", str(folder), str(found)])
+    multi30k.main(["mt", "score", str(folder), str(found)])
     published, of_text = capsys.readouterr().out.splitlines()[2:]
     assert published.startswith("| of tokens, lower-case, as published | 100.00 | ")
     assert "tok:none" in published
     assert "tok:13a" in of_text
     found.write_text("ein hund\nein mann", encoding="utf-8")
-    multi30k.main(["score", str(folder), str(found)])
+    multi30k.main(["mt", "score", str(folder), str(found)])
     published = capsys.readouterr().out.splitlines()[2]
     assert 0 <= float(published.split("|")[2]) < 50
 
@@ -49,4 +49,4 @@ def test_the_score_counts_the_tokens(folder, capsys):
 def test_another_number_of_lines_is_refused(folder):
     (folder / "found").write_text("zwei hunde .\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="expected 2 lines, got 1"):
-        multi30k.main(["score", str(folder), str(folder / "found")])
+        multi30k.main(["mt", "score", str(folder), str(folder / "found")])

@@ -1,4 +1,4 @@
-"""`deepfast compare-growth` with real runs."""
+"""`deepfast mt compare-growth` with real runs."""
 
 import json
 
@@ -52,7 +52,7 @@ def literal(folder):
 
 
 def test_the_four_rows(in_process, tmp_path, capsys):
-    command = ["compare-growth", "phrases-growing", *TINY, "--output", str(tmp_path)]
+    command = ["mt", "compare-growth", "phrases-growing", *TINY, "--output", str(tmp_path)]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert said.endswith(f"{tmp_path / 'growth.md'}\n")
@@ -101,5 +101,5 @@ def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
 
     monkeypatch.setattr("deepfast.mt.sweep.runs.compare", stop)
     words = ["--jobs", "2", "--threads", "3", "--memory", "8GiB", "--output", str(tmp_path)]
-    assert main(["compare-growth", "phrases-growing", *words]) == 130
+    assert main(["mt", "compare-growth", "phrases-growing", *words]) == 130
     assert given == {"jobs": 2, "threads": 3, "memory": 8 * 2**30}

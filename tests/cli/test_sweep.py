@@ -1,4 +1,4 @@
-"""`deepfast sweep` with real runs."""
+"""`deepfast mt sweep` with real runs."""
 
 import json
 
@@ -14,7 +14,7 @@ TINY = (
 
 def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     output = tmp_path / "sweep"
-    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
+    command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
                "optim.lr=1e-3,1e38", "--jobs", "2", "--output", str(output)]  # fmt: skip
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
 
 
 def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
-    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
+    command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
     assert main([*command, "--memory", "8GiB", "--output", str(tmp_path)]) == 1
     (failed, *_) = capsys.readouterr().out.splitlines()
     assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: DataError: ")

@@ -168,7 +168,7 @@ def _read(name: str | Path) -> tuple[str, str]:
         file = importlib.resources.files("deepfast.mt") / "recipes" / f"{stem}.yaml"
         return file.read_text("utf-8"), f"{stem}.yaml"
     near = difflib.get_close_matches(stem, shipped, 1)
-    hint = f", the nearest one is {near[0]}" if near else ": deepfast train --list names them"
+    hint = f", the nearest one is {near[0]}" if near else ": deepfast mt train --list names them"
     raise RecipeError(f"{name}: expected a recipe file or the name of a shipped recipe{hint}")
 
 

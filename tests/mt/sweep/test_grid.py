@@ -82,7 +82,7 @@ def test_refused_with_a_sentence_before_any_run(tmp_path, overs, overrides, sent
 
 def test_the_commands_of_the_page_can_run(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "systems.md").read_text()
-    commands = re.findall(r"^    deepfast sweep (.*)$", page, re.MULTILINE)
+    commands = re.findall(r"^    deepfast mt sweep (.*)$", page, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         recipe, *words = shlex.split(command)
@@ -113,12 +113,12 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("result", '{"seed": 1}', "result.json: expected what deepfast sweep writes, got other"),
-        ("result", '{"seed": 1, "process_bytes": 9}', "result.json: expected what deepfast sweep"),
-        ("result", "[]", "result.json: expected what deepfast sweep writes, got other content"),
-        ("settings", '{"model"', "settings.json: expected what deepfast sweep writes, got other"),
-        ("settings", "[1]", "settings.json: expected what deepfast sweep writes, got other"),
-        ("settings", "{}", "settings.json: expected what deepfast sweep writes, got other"),
+        ("result", '{"seed": 1}', "result.json: expected what deepfast mt sweep writes"),
+        ("result", '{"seed": 1, "process_bytes": 9}', "result.json: expected what deepfast mt"),
+        ("result", "[]", "result.json: expected what deepfast mt sweep writes, got other content"),
+        ("settings", '{"model"', "settings.json: expected what deepfast mt sweep writes"),
+        ("settings", "[1]", "settings.json: expected what deepfast mt sweep writes"),
+        ("settings", "{}", "settings.json: expected what deepfast mt sweep writes"),
         ("settings", None, "settings.json: cannot be read (No such file or directory)"),
     ],
 )

@@ -337,7 +337,7 @@ def test_a_long_value_is_shortened_in_its_message(override):
     ("name", "hint"),
     [
         ("phrasessmall", ", the nearest one is phrases-small"),
-        ("q", ": deepfast train --list names them"),
+        ("q", ": deepfast mt train --list names them"),
     ],
 )
 def test_an_unknown_recipe_names_the_nearest(name, hint):

@@ -15,13 +15,13 @@ FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.
 
 
 def commands(name):
-    """The words after `deepfast train NAME` of every command in a recipe's comments."""
+    """The words after `deepfast mt train NAME` of every command in a recipe's comments."""
     file = importlib.resources.files("deepfast.mt") / "recipes" / f"{name}.yaml"
     for line in file.read_text("utf-8").splitlines():
         words = shlex.split(line.removeprefix("#     ")) if line.startswith("#     ") else []
-        if words[:2] == ["deepfast", "train"]:
-            assert words[2] == name
-            yield words[3:]
+        if words[:3] == ["deepfast", "mt", "train"]:
+            assert words[3] == name
+            yield words[4:]
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -30,7 +30,7 @@ def test_a_recipe_has_a_summary_and_commands_that_load_on_top(name):
     summary, command, *_ = file.read_text("utf-8").splitlines()
     assert summary == f"# {recipe_names()[name]}"
     assert summary.endswith(".")
-    assert command.startswith(f"#     deepfast train {name}")
+    assert command.startswith(f"#     deepfast mt train {name}")
     files = [] if name.startswith("phrases") else FILES
     assert load_recipe(name, files).output == f"runs/{name}"
     loaded = [load_recipe(name, words) for words in commands(name)]

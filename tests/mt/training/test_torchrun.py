@@ -129,7 +129,7 @@ def train_as_a_rank(words):
             original(self)
 
         Trainer.train_step, os.fsync = train_step, fsync
-        code = main(["train", recipe])
+        code = main(["mt", "train", recipe])
         print(f"{fault}: rank {os.environ['RANK']} ends with {code}", flush=True)
         if word != words[-1]:
             wait_for_all(recipe)
@@ -142,7 +142,7 @@ class Done:
     def __init__(self, process, began):
         self.out, self.error, self.code = process.stdout, process.stderr, process.returncode
         self.seconds = time.time() - began.stat().st_mtime if began.exists() else None
-        self.told = re.findall(r"^deepfast train: (.*)$", self.error, re.MULTILINE)
+        self.told = re.findall(r"^deepfast mt train: (.*)$", self.error, re.MULTILINE)
 
 
 @pytest.fixture
@@ -241,11 +241,11 @@ def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
     steps = ("train.max_steps=4", "train.validate_every=2", f"output={tmp_path}")
     said = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "deepfast",
-        "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
+        "mt", "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
     ).stdout  # fmt: skip
     assert said.count("stopped by max_steps") == 1
-    assert "deepfast translate" in said
-    done = python("-m", "deepfast", "export", str(tmp_path / "step-00000004"), "--output",
+    assert "deepfast mt translate" in said
+    done = python("-m", "deepfast", "mt", "export", str(tmp_path / "step-00000004"), "--output",
                   str(tmp_path / "model.safetensors"))  # fmt: skip
     assert "transformer of step 4" in done.stdout
 

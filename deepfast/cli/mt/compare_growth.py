@@ -11,9 +11,9 @@ saves and ends all runs. The same command resumes them; finished runs are not ma
 import argparse
 import shlex
 
-from deepfast.cli.sweep import add_run_arguments, here, processes_of
+from deepfast.cli.mt.sweep import add_run_arguments, here, processes_of
 
-EXAMPLE = "deepfast compare-growth phrases-growing --seeds 3"
+EXAMPLE = "deepfast mt compare-growth phrases-growing --seeds 3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
     processes = processes_of("compare-growth", args)
     runs = runs_of_growth(args.recipe, args.overrides, args.seeds, args.output)
-    command = ["deepfast", "compare-growth", args.recipe, *args.overrides, f"--seeds={args.seeds}"]
+    words = ["mt", "compare-growth", args.recipe, *args.overrides, f"--seeds={args.seeds}"]
     folder = runs[EQUAL][0].folder.parents[1]
     with only_run(folder, "--output"):
         results = compare(runs, processes)
-        text = page(results, shlex.join(command), here())
+        text = page(results, shlex.join(["deepfast", *words]), here())
         path = folder / "growth.md"
         write_atomically(path, text.encode())
     print(*(line for line in text.splitlines() if line.startswith("|")), path, sep="\n")

@@ -1,8 +1,8 @@
 """Trains a recipe once for every value of a key and every seed, and compares the runs.
 
 --over KEY=VALUE,VALUE may be repeated: then every combination is a point. A value is YAML, as in
-key=value of deepfast train; commas inside brackets, braces and quotes belong to it. So a value may
-be a list, or several keys of a section:
+key=value of deepfast mt train; commas inside brackets, braces and quotes belong to it. So a value
+may be a list, or several keys of a section:
 
   --over "optim.betas=[0.9, 0.98],[0.9, 0.999]"
   --over "model.dlcl={},{norm: null},{learnable: false, init: one}"
@@ -24,7 +24,7 @@ from typing import Any
 from deepfast import checks
 from deepfast.memory.units import parse_bytes
 
-EXAMPLE = "deepfast sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
+EXAMPLE = "deepfast mt sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
     """Adds the arguments of a command that runs a recipe many times; ``suffix`` ends the name of
     its folder."""
-    parser.add_argument("recipe", help="a YAML file, or a name from deepfast train --list")
+    parser.add_argument("recipe", help="a YAML file, or a name from deepfast mt train --list")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     parser.add_argument("--seeds", type=int, default=1, help="how many runs of each; default: 1")
     add_process_arguments(parser)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
     folder = runs[chosen[0]][0].folder.parents[1]
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over)]
-    command = shlex.join(["deepfast", "sweep", *words, f"--seeds={args.seeds}"])
+    command = shlex.join(["deepfast", "mt", "sweep", *words, f"--seeds={args.seeds}"])
     machine = environment()
     values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
               for at, key in enumerate(chosen[0].keys)}  # fmt: skip

@@ -18,12 +18,12 @@ from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search import load_translator, translate_lines
 from deepfast.nn.connections.fusion import WITH_ATTENTION
 
-EXAMPLE = 'deepfast show-attention model.pt "the old house" --output layers.svg'
+EXAMPLE = 'deepfast mt show-attention model.pt "the old house" --output layers.svg'
 SIDES = ("encoder", "decoder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast mt train")
     parser.add_argument("text", metavar="TEXT", help="a sentence to translate")
     parser.add_argument("--language", help="put the tag of this language in front of TEXT")
     parser.add_argument("--side", choices=SIDES, help="default: the first side that has a fusion")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if missing:
         shown = "left to the viewer's fonts" if args.output.suffix == ".svg" else "shown as codes"
-        print(f"deepfast show-attention: no font here has {missing}: {shown}", file=sys.stderr)
+        print(f"deepfast mt show-attention: no font here has {missing}: {shown}", file=sys.stderr)
     print(args.output)
     return 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from deepfast.cli.outputs import replaces
 
-EXAMPLE = "deepfast posunk train.en train.fr dev.en dev.fr --words 80000 --output marked"
+EXAMPLE = "deepfast mt posunk train.en train.fr dev.en dev.fr --words 80000 --output marked"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
 """Converts a fairseq checkpoint, of the DLCL authors' code or of a plain Transformer, to one that
-`deepfast translate` reads.
+`deepfast mt translate` reads.
 
 The dictionaries are fairseq's: one `token count` per line. Give the same file twice if both
 languages share one. Lines to translate must be split into tokens as in training. In the output,
@@ -7,12 +7,12 @@ pieces that end in @@ are joined to the next piece."""
 
 import argparse
 
-from deepfast.cli.decoding import to_translate
+from deepfast.cli.mt.decoding import to_translate
 from deepfast.cli.outputs import check_other, checkpoint_output
 from deepfast.mt.data import TokenVocabulary, read_dictionary
 
 EXAMPLE = (
-    "deepfast convert checkpoint_best.pt --source-dictionary dict.en.txt "
+    "deepfast mt convert checkpoint_best.pt --source-dictionary dict.en.txt "
     "--target-dictionary dict.de.txt --output model.pt"
 )
 

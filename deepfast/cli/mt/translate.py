@@ -9,19 +9,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
+from deepfast.cli.mt.decoding import add_translation_arguments, translate, translator_of
 from deepfast.cli.outputs import check_other
 from deepfast.files import check_writable
 from deepfast.mt.data import read_lines
 from deepfast.mt.data.text import read_standard_input, write_lines
 
-EXAMPLE = "deepfast translate model.pt --input test.en.gz --output test.de --beam 4"
+EXAMPLE = "deepfast mt translate model.pt --input test.en.gz --output test.de --beam 4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", nargs="+",
-        help="written by deepfast train or convert; several must share one vocabulary",
+        help="written by deepfast mt train or convert; several must share one vocabulary",
     )  # fmt: skip
     parser.add_argument("--input", default="-", help="a text file, plain or gzip; - is stdin")
     parser.add_argument("--output", default="-", help="a file, gzip if named .gz; - is stdout")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from deepfast.cli.outputs import check_picture
 
-EXAMPLE = "deepfast show-run runs/phrases-dlcl30 --output run.svg"
+EXAMPLE = "deepfast mt show-run runs/phrases-dlcl30 --output run.svg"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the output of deepfast train")
+    parser.add_argument("folder", type=Path, help="the output of deepfast mt train")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a picture, .svg or .png")
 
 

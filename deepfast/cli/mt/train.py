@@ -4,7 +4,7 @@ key=value replaces a value of the recipe. An output folder with an earlier run i
 resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
 continues from a file. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
 with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
-torchrun --standalone --nproc-per-node 8 -m deepfast train RECIPE."""
+torchrun --standalone --nproc-per-node 8 -m deepfast mt train RECIPE."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deepfast.cli.outputs import flush_output, replaces
 
-EXAMPLE = "deepfast train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
+EXAMPLE = "deepfast mt train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:{max(map(len, names))}}  {summary}")
         return 0
     if args.recipe is None:
-        raise ValueError("expected a recipe, got none: see deepfast train --list")
+        raise ValueError("expected a recipe, got none: see deepfast mt train --list")
     # Of the ranks of torchrun the first speaks, and before they meet the first of each machine.
     rank = os.environ.get("RANK", "0")
     try:
@@ -67,7 +67,7 @@ def importing() -> Iterator[None]:
     be lost, or turned into another one, inside the imports of torch."""
 
     def leave(*_) -> None:
-        print("deepfast train: interrupted", file=sys.stderr, flush=True)
+        print("deepfast mt train: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
     # Ctrl-C may be ignored or handled, and only the main thread has handlers.
@@ -86,7 +86,7 @@ def importing() -> Iterator[None]:
 
 def _train(recipe, first: bool) -> int:
     """Trains; returns the exit code."""
-    from deepfast.cli.decoding import to_translate
+    from deepfast.cli.mt.decoding import to_translate
     from deepfast.mt import training
     from deepfast.mt.training.environment import SIGNALS
     from deepfast.mt.training.errors import ToldError
@@ -98,7 +98,7 @@ def _train(recipe, first: bool) -> int:
     except KeyboardInterrupt:
         # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a
         # save.
-        print("deepfast train: interrupted, no further checkpoint was written", file=sys.stderr)
+        print("deepfast mt train: interrupted, no further checkpoint was written", file=sys.stderr)
         return SIGNALS["SIGINT"]
     if first and result.stopped not in SIGNALS:
         language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []

@@ -9,17 +9,17 @@ every layer that some language uses stays."""
 
 import argparse
 
-from deepfast.cli.decoding import to_translate
+from deepfast.cli.mt.decoding import to_translate
 from deepfast.cli.outputs import check_keeps_run, checkpoint_output
 from deepfast.mt.models.checkpoint import load_model, read_checkpoint
 from deepfast.mt.models.prune import SIDES, prune_checkpoint
 from deepfast.mt.training.checkpoint import save_checkpoint
 
-EXAMPLE = "deepfast prune runs/phrases-latent/average.pt --language fr --output fr.pt"
+EXAMPLE = "deepfast mt prune runs/phrases-latent/average.pt --language fr --output fr.pt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast mt train")
     parser.add_argument("--output", required=True, help="the smaller checkpoint to write")
     parser.add_argument("--language", help="keep only the layers of this language")
 

@@ -1,18 +1,18 @@
 """Writes the model of a checkpoint, a folder of several ranks or a file, as a single file.
 
 A name that ends in .safetensors gets the weights alone, with the model's kind, config and step as
-metadata, for other programs. Any other name gets a file that `deepfast translate` reads, with the
+metadata, for other programs. Any other name gets a file for `deepfast mt translate`, with the
 vocabulary. Neither holds the state of the optimizer: no run can resume from it."""
 
 import argparse
 import json
 from pathlib import Path
 
-from deepfast.cli.decoding import to_translate
+from deepfast.cli.mt.decoding import to_translate
 from deepfast.cli.outputs import check_keeps_run, checkpoint_output
 from deepfast.files import require, write_atomically
 
-EXAMPLE = "deepfast export runs/deep/step-00001000 --output deep.pt"
+EXAMPLE = "deepfast mt export runs/deep/step-00001000 --output deep.pt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from deepfast.cli.outputs import check_picture
 
-EXAMPLE = "deepfast show-weights runs/phrases-dlcl30/average.pt --output weights.svg"
+EXAMPLE = "deepfast mt show-weights runs/phrases-dlcl30/average.pt --output weights.svg"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train, or by deepfast convert")
+    parser.add_argument("checkpoint", help="written by deepfast mt train or convert")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a picture, .svg or .png")
     parser.add_argument(
         "--threshold", type=float, metavar="X",

@@ -10,7 +10,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from deepfast.cli.decoding import (
+from deepfast.cli.mt.decoding import (
     add_decoding_arguments,
     decoding_options,
     decoding_words,
@@ -21,11 +21,11 @@ from deepfast.cli.decoding import (
 from deepfast.mt.data import read_lines
 from deepfast.mt.search import DecodingOptions, tune_deep_shallow
 
-EXAMPLE = "deepfast tune model.pt --source dev.en --reference dev.de"
+EXAMPLE = "deepfast mt tune model.pt --source dev.en --reference dev.de"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="written by deepfast train")
+    parser.add_argument("checkpoint", help="written by deepfast mt train")
     parser.add_argument("--source", required=True, help="text to translate")
     parser.add_argument("--reference", required=True, help="its reference translation")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -68,7 +68,7 @@ def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--dictionary", metavar="FILE",
-        help="translate unknown words by a file that deepfast posunk has written",
+        help="translate unknown words by a file that deepfast mt posunk has written",
     )  # fmt: skip
     group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
     group.add_argument(
@@ -109,7 +109,7 @@ def to_translate(checkpoint: object, *words: str) -> str:
     path = str(checkpoint)
     # Argparse would read -x/best.pt as an option.
     path = f"./{path}" if path.startswith("-") else path
-    return f"to translate: deepfast translate {shlex.join([path, *words])} < FILE"
+    return f"to translate: deepfast mt translate {shlex.join([path, *words])} < FILE"
 
 
 def translator_of(args: argparse.Namespace) -> Translator:
@@ -130,7 +130,7 @@ def translate(
     if options.deep_shallow and options.alpha is None and options.gamma is None:
         print(
             f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
-            "worse than the model alone: deepfast tune finds good ones on a dev text",
+            "worse than the model alone: deepfast mt tune finds good ones on a dev text",
             file=sys.stderr,
         )
     return results

@@ -7,8 +7,8 @@ detokenised, one sentence a line, plain or gzip.
 --by-length 10,20 adds the cased BLEU of sentences whose source has up to 10, 11 to 20 and more
 words; for two files it needs --source. With --checkpoint a line has the BLEU of the sentences
 without unknown words: the target's vocabulary knows every piece of the reference, and no word of it
-is a mark of deepfast posunk (Zhou et al., Deep Recurrent Models with Fast-Forward Connections for
-Neural Machine Translation, 2016, section 4.5.2)."""
+is a mark of deepfast mt posunk (Zhou et al., Deep Recurrent Models with Fast-Forward Connections
+for Neural Machine Translation, 2016, section 4.5.2)."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from deepfast.cli.decoding import add_translation_arguments, translate, translator_of
+from deepfast.cli.mt.decoding import add_translation_arguments, translate, translator_of
 from deepfast.cli.outputs import check_picture
 from deepfast.files import require
 from deepfast.measure import pictures
@@ -24,8 +24,8 @@ from deepfast.mt.data import read_lines
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
 
-EXAMPLE = """deepfast score translations.de test.de
-  deepfast score --checkpoint model.pt --source test.en --reference test.de"""
+EXAMPLE = """deepfast mt score translations.de test.de
+  deepfast mt score --checkpoint model.pt --source test.en --reference test.de"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", help="text to translate; with two files, what was translated")
     group = parser.add_argument_group("translate first")
-    group.add_argument("--checkpoint", nargs="+", help="written by deepfast train")
+    group.add_argument("--checkpoint", nargs="+", help="written by deepfast mt train")
     group.add_argument("--reference", help="its reference translation")
     add_translation_arguments(parser)
 
