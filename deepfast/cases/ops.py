@@ -1,6 +1,7 @@
 """Makes calls of the public ops over rows, with random operands, from their sizes and options."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -271,16 +272,10 @@ def depth_attention(
 
 
 def attention_residual(name: str, rows: Rows, count: int) -> Case:
-    given = _sources(rows, count) | {"query": values(rows.dim)}
-
     def run(query, *, backend=None, **sources):
         return ops.attention_residual(query, list(sources.values()), backend=backend)
 
-    return Case(
-        name=name, op="depth_attention", operands=given, run=run,
-        plain=lambda _, query, **sources: attend(sources.values(), query, lse=False),
-        how=f"a stack of {count} layers, rms_norm, softmax, sum",
-    )  # fmt: skip
+    return replace(depth_attention(name, rows, count, None, gain=False, lse=False), run=run)
 
 
 rms_norm = partial(layer_norm, rms=True)

@@ -6,6 +6,7 @@ for each op at its first use. Exit code 1: a kernel failed, or memory ran out an
 kept of that op; then the next backend serves."""
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from deepfast import backend
 from deepfast.cli.outputs import device_of
 from deepfast.files import check_writable, write_atomically
+from deepfast.measure.console import progress
 from deepfast.proof import known
 from deepfast.proof import table as tables
 
@@ -41,11 +43,18 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     wanted = {op: backend.provable(op, device) for op in args.op or backend.OPS}
     table = known.table(device, backend.cuda_build())
-    with tables.lock(table.key):
+    found = {op: kernels for op, kernels in wanted.items() if kernels}
+    finished = itertools.count(1)
+    with tables.lock(table.key), progress(len(found)) as step:
+
+        def told(op: str) -> None:
+            step(next(finished), f"times, after {op}")
+            if not args.json:
+                print(*tables.lines(table, [op]), sep="\n", flush=True)
+
+        step(0, "correctness of every op")
         table.ops = tables.load(table.key).ops
-        known.run(table, {op: kernels for op, kernels in wanted.items() if kernels}, device,
-                  thorough=args.thorough, told=lambda op: None if args.json else print(
-                      *tables.lines(table, [op]), sep="\n", flush=True))  # fmt: skip
+        known.run(table, found, device, thorough=args.thorough, told=told)
     backend.forget()
     if args.write is not None:
         write_atomically(args.write, table.to_json().encode())

@@ -81,10 +81,10 @@ def policies(settings: Settings) -> list[Turns]:
             known = predicted(settings, depth, policy)
             row = Row(variant=policy, depth=depth, tokens=settings.memory_tokens)
             row.predicted_bytes = known.peak - known.table[PARAMETERS]
-            row.rounds = settings.policy_rounds if depth == settings.policy_depth else 0
             rows.append(row)
         make = partial(PolicyCase, settings, depth)
-        found.append(Turns("memory policies", f"{depth} layers", rows, make))
+        rounds = settings.rounds if depth == settings.policy_depth else 0
+        found.append(Turns("memory policies", f"{depth} layers", rows, make, rounds))
     return found
 
 

@@ -22,10 +22,8 @@ class Settings:
     """H."""
     ffn_dim: int = 1024
     """F."""
-    rounds: int = 4
-    """Timed runs of deepfast and of the plain residual stack, in turns."""
-    slow_rounds: int = 1
-    """Timed runs of the other forms."""
+    rounds: int = 3
+    """Timed runs of every variant, in turns."""
     mixing_depth: int = 100
     """Layers of the stack whose connection is measured alone."""
     memory_batch: int = 32
@@ -35,8 +33,6 @@ class Settings:
     would hide what the policies save."""
     policy_depth: int = 60
     """Layers of the encoder whose policies are timed; one of ``depths``."""
-    policy_rounds: int = 3
-    """Timed runs of every policy, in turns."""
     held_depths: tuple[int, ...] = (6, 30)
     """Layers of the small models that the closed forms are compared with."""
     connection_depths: tuple[int, ...] = (12, 24, 48, 96)
@@ -45,10 +41,6 @@ class Settings:
     """T of these stacks."""
     connection_dim: int = 128
     """D of these stacks."""
-    connection_rounds: int = 5
-    """Timed runs of deepfast's connections, in turns with plain PyTorch's."""
-    connection_slow_rounds: int = 2
-    """Timed runs of plain PyTorch's."""
     training: bool = True
     """Whether to train."""
     overrides: tuple[str, ...] = (
@@ -86,15 +78,15 @@ class Settings:
 DEFAULT = Settings()
 
 FULL = replace(
-    DEFAULT, batch=64, rounds=5, slow_rounds=2, memory_batch=64, memory_dim=256, overrides=(),
-    steps=500, twin_steps=200, connection_tokens=1024,
+    DEFAULT, batch=64, memory_batch=64, memory_dim=256, overrides=(), steps=500, twin_steps=200,
+    connection_tokens=1024,
 )  # fmt: skip
 """The sizes of the README's table."""
 
 QUICK = replace(
     DEFAULT, depths=(2, 4, 8), batch=8, length=8, dim=32, heads=2, ffn_dim=64, rounds=2,
-    mixing_depth=8, memory_dim=32, policy_depth=8, policy_rounds=2, held_depths=(2,), sentences=6,
-    connection_depths=(2, 4), connection_tokens=16, connection_dim=32, connection_slow_rounds=1,
+    mixing_depth=8, memory_dim=32, policy_depth=8, held_depths=(2,), sentences=6,
+    connection_depths=(2, 4), connection_tokens=16, connection_dim=32,
     overrides=(
         "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.encoder_layers=6",
         "model.decoder_layers=1", "data.train_size=600", "data.dev_size=30", "data.test_size=30",

@@ -18,7 +18,8 @@ need more while backward runs; `steps` goes through both directions.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress
+from operator import attrgetter, is_not
 
 import torch
 
@@ -97,7 +98,7 @@ class Stack:
         of_policy = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
         self.layers = [of_policy[policy] for policy in policies]
         self.below = {
-            field: [0, *accumulate(getattr(layer, field) for layer in self.layers)]
+            field: [0, *accumulate(map(attrgetter(field), self.layers))]
             for field in ("kept", "copies", "cached")
         }
         """Field of `LayerBytes` -> its sum over the layers below each layer, and over all."""
@@ -166,9 +167,9 @@ class Stack:
         # that has them from its start.
         first = (self.last_block - 2) // self.parts
         found = {first, first - 1, 0, self.count - 1}
-        for index, (layer, above) in enumerate(pairwise(self.layers)):
-            if layer is not above:
-                found |= {index, index + 1}
+        # A stack may have thousands of layers, and `plan` looks at hundreds of stacks.
+        for index in compress(range(self.count), map(is_not, self.layers, self.layers[1:])):
+            found |= {index, index + 1}
         return sorted(index for index in found if 0 <= index < self.count)
 
     def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:

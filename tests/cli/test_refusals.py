@@ -93,7 +93,7 @@ REFUSED = [  # the commands of `deepfast mt` without mt
 def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
     words = words if words[0] in COMMANDS else ["mt", *words]
     command = " ".join(words[: 1 + (words[0] == "mt")])
-    for package in ("matplotlib", "jinja2", "rich", "yaml"):
+    for package in ("matplotlib", "jinja2", "yaml"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     files = {"text": "a\n", "two": "a\nb\n", "empty": "\n", "model.pt": "a 1\n", "words": "a 1\n",

@@ -30,28 +30,19 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a search."""
     default = DecodingOptions()
     group = parser.add_argument_group("decoding")
-    group.add_argument(
-        "--beam", type=int, default=default.beam,
-        help="hypotheses kept per sentence; 1 is greedy search; default: %(default)s",
-    )  # fmt: skip
-    group.add_argument(
-        "--length-penalty", type=float, default=default.length_penalty,
-        help="alpha of the score, at least 0; higher prefers longer translations; "
-        "default: %(default)s",
-    )  # fmt: skip
-    group.add_argument(
-        "--length-form", choices=LENGTH_FORMS, default=default.length_form,
-        help="the score is log P / ((5 + n) / 6)^alpha (gnmt) or log P / n^alpha (power, as in "
-        "fairseq) for n tokens with eos; default: %(default)s",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-length", type=int,
-        help="most tokens of a translation; default: 2 * source tokens + 10",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tokens", type=int, default=default.max_tokens,
-        help="most source tokens of a batch; default: %(default)s",
-    )  # fmt: skip
+
+    def add(name: str, text: str, **options) -> None:
+        value = getattr(default, name.replace("-", "_"))
+        text = f"{text}; default: %(default)s"
+        group.add_argument(f"--{name}", default=value, help=text, **options)
+
+    add("beam", "hypotheses kept per sentence; 1 is greedy search", type=int)
+    add("length-penalty", "alpha of the score, at least 0; higher: longer translations", type=float)
+    text = "the score of n tokens with eos is log P / ((5 + n) / 6)^alpha (gnmt) or log P / n^alpha"
+    add("length-form", f"{text} (power, as in fairseq)", choices=LENGTH_FORMS)
+    add("max-tokens", "most source tokens of a batch", type=int)
+    text = "most tokens of a translation; default: 2 * source tokens + 10"
+    group.add_argument("--max-length", type=int, help=text)
     group.add_argument("--language", help="put the tag of this language in front of every line")
     group.add_argument("--no-unknown", action="store_true", help="never generate unk")
     group.add_argument("--device", help="cpu or cuda; default: cuda where there is a GPU")
@@ -62,27 +53,17 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `translate` and `score`: `add_decoding_arguments` and more."""
     add_decoding_arguments(parser)
-    parser.add_argument(
-        "--replace-unknown", action="store_true",
-        help="replace each unk by the source word with the most attention",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dictionary", metavar="FILE",
-        help="translate unknown words by a file that deepfast mt posunk has written",
-    )  # fmt: skip
+    text = "replace each unk by the source word with the most attention"
+    parser.add_argument("--replace-unknown", action="store_true", help=text)
+    text = "translate unknown words by a file that deepfast mt posunk has written"
+    parser.add_argument("--dictionary", metavar="FILE", help=text)
     group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
-    group.add_argument(
-        "--deep-shallow", action="store_true",
-        help="translate with the model and with its bottom alone, and rank all translations",
-    )  # fmt: skip
-    group.add_argument(
-        "--alpha", type=float,
-        help=f"weight of the network that found a translation, 0 to 1; default: {ALPHA}",
-    )  # fmt: skip
-    group.add_argument(
-        "--gamma", type=float,
-        help=f"power of the length that divides the score; default: {GAMMA}",
-    )  # fmt: skip
+    text = "translate with the model and with its bottom alone, and rank all translations"
+    group.add_argument("--deep-shallow", action="store_true", help=text)
+    text = f"weight of the network that found a translation, 0 to 1; default: {ALPHA}"
+    group.add_argument("--alpha", type=float, help=text)
+    text = f"power of the length that divides the score; default: {GAMMA}"
+    group.add_argument("--gamma", type=float, help=text)
 
 
 def decoding_options(args: argparse.Namespace) -> DecodingOptions:

@@ -85,22 +85,18 @@ def _check_output(args: argparse.Namespace) -> None:
 
 def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:
     """The words of both sides of every line."""
-    lines = [_words(path) for path in (source, target)]
-    if len(lines[0]) != len(lines[1]):
-        raise ValueError(
-            f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
-            f"{len(lines[1])}"
-        )
-    return list(zip(*lines, strict=True))
+    from deepfast.mt.data.text import read_aligned
+
+    sides = zip((source, target), read_aligned(source, target), strict=True)
+    return list(zip(*(_words(*side) for side in sides), strict=True))
 
 
-def _words(path: str) -> list[list[str]]:
+def _words(path: str, text: list[str]) -> list[list[str]]:
     """The words of every line of a text, which must not hold marks: they would be taken for words,
     and become translations in the dictionary."""
-    from deepfast.mt.data import read_lines
     from deepfast.mt.data.posunk import MARK
 
-    lines = [line.split() for line in read_lines(path)]
+    lines = [line.split() for line in text]
     for number, words in enumerate(lines, 1):
         for word in words:
             if word.startswith("<") and MARK.fullmatch(word):

@@ -20,7 +20,7 @@ from deepfast.cli.mt.decoding import add_translation_arguments, translate, trans
 from deepfast.cli.outputs import check_picture
 from deepfast.files import require
 from deepfast.measure import pictures
-from deepfast.mt.data import read_lines
+from deepfast.mt.data.text import read_aligned, read_lines
 from deepfast.mt.search import Part, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.score import check_bounds
 
@@ -58,14 +58,15 @@ def run(args: argparse.Namespace) -> int:
         require("matplotlib", "drawing BLEU by length")
     sources = known = None
     if all(files) and not any(model):
-        hypotheses, references = map(read_lines, files)
-        if args.source:
-            sources = _sources(args.source, args.references, references)
-        elif bounds:
+        if bounds and not args.source:
             raise ValueError("--by-length: expected --source, the text that was translated")
+        hypotheses = read_lines(args.hypotheses)
+        if args.source:
+            sources, references = read_aligned(args.source, args.references)
+        else:
+            references = read_lines(args.references)
     elif all(model) and args.source and not any(files):
-        references = read_lines(args.reference)
-        sources = _sources(args.source, args.reference, references)
+        sources, references = read_aligned(args.source, args.reference)
         translator = translator_of(args)
         hypotheses = [best[0][1] for best in translate(args, translator, sources).nbest]
         known = translator.knows(references)
@@ -98,14 +99,3 @@ def _bounds(text: str) -> Sequence[int]:
         raise ValueError(
             f"--by-length: expected rising whole numbers such as 10,20,30, got {text!r}"
         ) from error
-
-
-def _sources(path: str, reference: str, references: Sequence[str]) -> list[str]:
-    lines = read_lines(path)
-    if len(lines) != len(references):
-        # bleu would report this too, but only after a translation.
-        raise ValueError(
-            f"expected as many references as source lines, got {len(lines)} in {path} and "
-            f"{len(references)} in {reference}"
-        )
-    return lines
