@@ -48,15 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", help=f"of the encoder: one of {names}, or a list with commas; default: chosen"
     )
     parser.add_argument("--decoder-policies", help="of the decoder, in the same form")
-    parser.add_argument(
-        "--no-reshard", dest="reshard", action="store_false", default=None,
-        help="with --parallel fsdp: keep gathered layers until backward",
-    )  # fmt: skip
-    parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
-    parser.add_argument(
-        "--padding", action="store_true", default=None,
-        help="sentences differ in length; tokens count the padding",
-    )  # fmt: skip
+    parser.set_defaults(reshard=None, dropout=None)
+    text = "with --parallel fsdp: keep gathered layers until backward"
+    parser.add_argument("--no-reshard", dest="reshard", action="store_false", help=text)
+    parser.add_argument("--no-dropout", dest="dropout", action="store_false")
+    text = "sentences differ in length; tokens count the padding"
+    parser.add_argument("--padding", action="store_true", default=None, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE",

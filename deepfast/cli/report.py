@@ -20,10 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
-    parser.add_argument(
-        "--trace", action="store_true",
-        help="also write trace.json, a torch.profiler trace of one training step",
-    )  # fmt: skip
+    text = "also write trace.json, a torch.profiler trace of one training step"
+    parser.add_argument("--trace", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

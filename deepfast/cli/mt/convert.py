@@ -23,10 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}-dictionary", required=True, metavar="FILE",
                             help=f"tokens of the {side} and their counts")  # fmt: skip
     parser.add_argument("--output", required=True, metavar="FILE", help="the checkpoint to write")
-    parser.add_argument(
-        "--unsafe", action="store_true",
-        help="load objects of any class, which can run any code: only for files you trust",
-    )  # fmt: skip
+    text = "load objects of any class, which can run any code: only for files you trust"
+    parser.add_argument("--unsafe", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,10 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--language", help="put the tag of this language in front of TEXT")
     parser.add_argument("--side", choices=SIDES, help="default: the first side that has a fusion")
     parser.add_argument("--translation", help="for the decoder; default: the model's own")
-    parser.add_argument(
-        "--output", type=Path, default="attention.svg",
-        help="a file, .svg or .png; default: %(default)s",
-    )  # fmt: skip
+    text = "a file, .svg or .png; default: %(default)s"
+    parser.add_argument("--output", type=Path, default="attention.svg", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

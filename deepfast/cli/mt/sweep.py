@@ -49,10 +49,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the processes that make runs."""
     parser.add_argument("--jobs", type=int, default=1, help="processes at once; default: 1")
-    parser.add_argument(
-        "--threads", type=int,
-        help="CPU threads of each process; default: the cores divided by --jobs",
-    )  # fmt: skip
+    text = "CPU threads of each process; default: the cores divided by --jobs"
+    parser.add_argument("--threads", type=int, help=text)
     parser.add_argument(
         "--memory", metavar="BYTES",
         help="such as 8GiB: start only as many processes as fit, by the peak that the largest "
