@@ -15,7 +15,7 @@ help:
 	@echo "make test-all run these tests, then every other combination and what starts processes"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
-	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
+	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
 	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
 	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"

@@ -2,7 +2,7 @@
 DLCL, trains a 30-layer translation model, and writes one HTML page that needs nothing else.
 
 The work is the same on every machine, so the pages of two machines can be compared. It takes
-about 6 minutes on 2 slow cores. Ctrl-C ends it early and keeps what was measured."""
+about 7 minutes on 2 slow cores. Ctrl-C ends it early and keeps what was measured."""
 
 import argparse
 from dataclasses import replace

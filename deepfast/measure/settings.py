@@ -8,7 +8,7 @@ RECIPE, TWIN = "phrases-dlcl30", "phrases-postnorm30"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sizes of a report. The defaults take about 6 minutes on 2 slow cores."""
+    """Sizes of a report. The defaults take about 7 minutes on 2 slow cores."""
 
     depths: tuple[int, ...] = (6, 30, 60, 100)
     """Layers of the encoders that are compared."""
