@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from deepfast import backend
 from deepfast.cases import ops, sentences
-from deepfast.cases.case import Case, Computed, Moved, Rows, torchs, tuple_of
+from deepfast.cases.case import Case, Computed, Moved, Rows, torch_dropout, tuple_of
 from deepfast.clock import clock_of
 from deepfast.depth.schedule import depth_pattern
 from deepfast.measure.clock import COPY, copy_variant, interleave, ratio
@@ -80,8 +80,9 @@ def _connection(
 
     # Of both directions together.
     moved = engine_moved(depth_pattern(s.layers + 1, None, 1, 1)) * s.tokens * s.dim
+    op = "boundary" if isinstance(connection, DLCL) else "attention_boundary"
     return Case(
-        name="connection", op="boundary", operands={"y": s.rows.random()} | given,
+        name="connection", op=op, operands={"y": s.rows.random()} | given,
         run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
         how=f"{s.layers} layers: {plain}", moved=(Moved(), Moved(moved)),
     )  # fmt: skip
@@ -123,7 +124,7 @@ def measure(op: str, sizes: Sizes, rounds: int) -> Iterator[dict]:
     torch.manual_seed(1)
     case = CASES[op](sizes)
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torchs)}
+    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
 
     def run(form: Callable, backward: bool, cotangents: list):
         outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
