@@ -15,6 +15,8 @@ import functools
 import importlib
 import importlib.util
 import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from types import SimpleNamespace
 
 import torch
 
+from deepfast import library
 from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.launches import LAUNCHES
 from deepfast.proof import known
@@ -71,22 +74,7 @@ class BackendError(RuntimeError):
     """No backend can run the op, or the requested one cannot."""
 
 
-def _load_compiled():
-    try:
-        found = importlib.import_module("deepfast._C")
-    except ImportError as error:
-        return None, f"deepfast._C does not load ({error}); was a C++ compiler there at install?"
-    for name, launch in LAUNCHES.items():
-        built = getattr(torch.ops.deepfast, name, None)
-        if built is None or [a.name for a in built.default._schema.arguments] != [*launch.names]:
-            raise ImportError(
-                f"deepfast: {found.__file__} was built from other sources, its {name} is not the "
-                "one of deepfast/launches.py; install deepfast again, or run make setup in a clone"
-            )
-    return found, None
-
-
-_C, _C_REASON = _load_compiled()
+_C, _C_REASON = library.load()
 
 
 # OpenMP may give parallel loops fewer threads than torch reports. Only the environment is read: a
@@ -130,7 +118,7 @@ def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | No
         return _C_REASON
     built = _C.build_info()
     if built["cuda"] is None:
-        return f"deepfast._C was built without CUDA: {built['no_cuda']}"
+        return f"deepfast._C has no CUDA: {built['no_cuda']}; `deepfast build` compiles it again"
     if device.type != "cuda":
         return f"tensors are on {device.type}, not cuda"
     for i in _visible(device):
@@ -162,13 +150,28 @@ def _triton_module(name: str):
         return None, f"deepfast.kernels.{name} does not load ({error})"
 
 
+def _launch_refusal() -> str | None:
+    """Why Triton cannot launch a kernel: it compiles each launcher in C, when it is first used."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        return "Triton compiles C at a first launch: expected gcc, clang or the program in CC"
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names another folder; Triton does the same.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    folder = sysconfig.get_paths(scheme)["include"]
+    if not os.path.exists(f"{folder}/Python.h"):
+        return f"Triton compiles C at a first launch: expected Python's headers in {folder}"
+    return None
+
+
 def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "Triton kernels compute in float32"
     interpreted = device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device_type != "cuda" and not interpreted:
         return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
-    return next(filter(None, (_triton_module(name)[1] for name in KERNEL_FILES[op])), None)
+    reasons = (_triton_module(name)[1] for name in KERNEL_FILES[op])
+    return next(filter(None, reasons), None if interpreted else _launch_refusal())
 
 
 def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:

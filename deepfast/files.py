@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,20 @@ def require(module: str, purpose: str) -> ModuleType:
             f"{purpose} needs the package {package}, which cannot be imported ({error}): "
             f"pip install 'deepfast[{extra}]'"
         ) from error
+
+
+def cache_folder() -> Path:
+    """The user's folder for what deepfast keeps: DEEPFAST_CACHE, or else the platform's."""
+    if given := os.environ.get("DEEPFAST_CACHE"):
+        return Path(os.path.expanduser(given))
+    # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
+    # and a folder of that name in the working folder serves.
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "deepfast"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
 
 
 @contextlib.contextmanager

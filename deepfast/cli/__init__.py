@@ -20,6 +20,7 @@ from deepfast.version import __version__
 
 COMMANDS = {
     "info": "versions, build, and which backend serves each op",
+    "build": "compile the C++ ops for this machine",
     "prove": "which kernels are right and fast on this machine's GPU",
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",

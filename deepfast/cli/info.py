@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
     # Each op gives the reason why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
-    print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
+    print("build    " + (build.get("missing") or ", ".join(f"{k} {v}" for k, v in build.items())))
     print(*_proof_lines(device.type, info["proof"]), sep="\n")
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")

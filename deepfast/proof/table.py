@@ -11,16 +11,15 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from deepfast.files import replaced
+from deepfast import library
+from deepfast.files import cache_folder, replaced
 
 FORMAT = "2"
 """Raised when the file's fields change, or when the cases get stricter: old results then end."""
@@ -67,19 +66,13 @@ def rival(op: str) -> str:
 @functools.cache
 def digest() -> str:
     """A digest of the sources that decide what a GPU runs: the Triton kernels, the CUDA C++ and the
-    table of launches. An installed package has no C++ sources."""
-    package = Path(__file__).parents[1]
+    table of launches."""
     # In a clone the folder of the kernels lies beside the package.
     (kernels,) = importlib.util.find_spec("deepfast.kernels").submodule_search_locations
-    csrc = package.parent / "csrc"
-    files = [package / "launches.py"]
-    for folder in (Path(kernels), csrc / "common", csrc / "cuda"):
+    files = [library.PACKAGE / "launches.py"]
+    for folder in (Path(kernels), library.CSRC / "common", library.CSRC / "cuda"):
         files += sorted(f for f in folder.glob("*") if f.suffix in (".py", ".h", ".cu"))
-    found = hashlib.sha256()
-    for file in files:
-        text = file.read_bytes()
-        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
-    return found.hexdigest()[:16]
+    return library.digest_of(files)
 
 
 def _driver() -> str:
@@ -124,24 +117,10 @@ def make_key(device: torch.device, built: str | None) -> dict[str, str]:
     }
 
 
-def folder() -> Path:
-    """The cache folder: DEEPFAST_CACHE, or else the platform's."""
-    if given := os.environ.get("DEEPFAST_CACHE"):
-        return Path(os.path.expanduser(given))
-    # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
-    # and a folder of that name in the working folder serves.
-    home = Path(os.path.expanduser("~"))
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "deepfast"
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
-
-
 def file_of(key: dict[str, str]) -> Path:
     """The key's file in the cache folder."""
     text = json.dumps(key, sort_keys=True).encode()
-    return folder() / f"proof-{hashlib.sha256(text).hexdigest()[:16]}.json"
+    return cache_folder() / f"proof-{hashlib.sha256(text).hexdigest()[:16]}.json"
 
 
 @dataclass
@@ -246,8 +225,8 @@ def tell_once(text: str) -> None:
 
 def _tell_unwritable(error: OSError) -> None:
     tell_once(
-        f"{folder()} cannot be written ({error.strerror}): what is proved is kept for this process "
-        "alone; DEEPFAST_CACHE names another folder"
+        f"{cache_folder()} cannot be written ({error.strerror}): what is proved is kept for this "
+        "process alone; DEEPFAST_CACHE names another folder"
     )
 
 
@@ -259,7 +238,7 @@ def lock(key: dict[str, str]) -> Iterator[None]:
 
     with contextlib.ExitStack() as held:
         try:
-            folder().mkdir(parents=True, exist_ok=True)
+            cache_folder().mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(file_of(key).with_suffix(".lock")))
         except OSError as error:
             _tell_unwritable(error)

@@ -95,7 +95,7 @@ def test_a_write_that_fails_leaves_nothing_behind(key, monkeypatch, caplog):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tables.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     table = tables.Table(key, OPS)
     with tables.lock(key):
         tables.write(table)
@@ -129,15 +129,15 @@ def test_the_cache_folder_is_the_platforms(monkeypatch, tmp_path):
     monkeypatch.delenv("DEEPFAST_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    assert tables.folder() == tmp_path / "deepfast"
+    assert tables.cache_folder() == tmp_path / "deepfast"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(tables.folder()) == "/home/somebody/.cache/deepfast"
+    assert str(tables.cache_folder()) == "/home/somebody/.cache/deepfast"
     monkeypatch.setattr("sys.platform", "darwin")
-    assert str(tables.folder()) == "/home/somebody/Library/Caches/deepfast"
+    assert str(tables.cache_folder()) == "/home/somebody/Library/Caches/deepfast"
     monkeypatch.setattr("sys.platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    assert tables.folder() == tmp_path / "deepfast"
+    assert tables.cache_folder() == tmp_path / "deepfast"
 
 
 def test_the_digest_is_of_the_sources():

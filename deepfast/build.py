@@ -1,26 +1,30 @@
 """Compiles deepfast._C: one library of ops against PyTorch's stable ABI, with ninja.
 
-setup.py decides when; this file decides the compiler, the flags and the devices. CUDA kernels are
-built if torch has CUDA and a matching nvcc is found.
+CUDA kernels are built if torch has CUDA and a matching nvcc is found. Environment: CXX names the
+compiler, MAX_JOBS limits parallel compiles, DEEPFAST_BUILD_CUDA=0 leaves CUDA out and =1 makes a
+build without CUDA an error.
 """
 
-import importlib.util
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parent
+from deepfast import library
+from deepfast.files import cache_folder, replaced
+from deepfast.library import CSRC
 
 # One line per instruction set: a kernel file is compiled once for each, and the processor
 # chooses at run time. Never -march=native: that library would crash on an older machine.
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-INSTRUCTION_SETS = {"portable": []}
+INSTRUCTION_SETS: dict[str, list[str]] = {"portable": []}
 if X86:
     INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     INSTRUCTION_SETS["avx512"] = [
@@ -44,6 +48,12 @@ KERNEL_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 CUDA_ARCHITECTURES = ("80", "90", "100")
 # The most memory that one nvcc needs, rounded up.
 GIB_PER_JOB = 2
+# Mean times of a compiler on one core of a server.
+SECONDS_PER_FILE = {"c++": 2.2, "cuda": 60.0}
+
+
+class BuildError(RuntimeError):
+    """The library cannot be compiled; one sentence says why."""
 
 
 # ---- which compilers -----------------------------------------------------------------------------
@@ -105,7 +115,7 @@ def cuda_refusal() -> str | None:
 
     wish = os.environ.get("DEEPFAST_BUILD_CUDA", "")
     if wish not in ("", "0", "1"):
-        sys.exit(f"deepfast: DEEPFAST_BUILD_CUDA: expected 0, 1 or unset, got {wish!r}")
+        raise BuildError(f"DEEPFAST_BUILD_CUDA: expected 0, 1 or unset, got {wish!r}")
     if wish == "0":
         return "DEEPFAST_BUILD_CUDA=0"
     nvcc = find_nvcc()
@@ -116,12 +126,12 @@ def cuda_refusal() -> str | None:
     else:
         reason = nvcc_refusal(nvcc, torch.version.cuda)
     if reason is not None and wish == "1":
-        sys.exit(f"deepfast: DEEPFAST_BUILD_CUDA=1, but {reason}")
+        raise BuildError(f"DEEPFAST_BUILD_CUDA=1, but {reason}")
     return reason
 
 
 def write_headers(folder: Path):
-    """Writes what is generated from the table of launches; deepfast may not be importable yet."""
+    """Writes what is generated from the table of launches."""
     runpy.run_path(str(CSRC / "headers.py"))["write"](folder)
 
 
@@ -146,7 +156,7 @@ def op_flags(cxx: str) -> list[str]:
     # pybind11's own headers before torch's copy, which refuses the stable ABI before torch 2.13.
     includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
     return [
-        *COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem {path}" for path in includes),
+        *COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem{path}" for path in includes),
         TARGET_VERSION,
         f"-DDEEPFAST_TORCH_VERSION={torch.__version__}",
         f"-DDEEPFAST_ARCHITECTURE={platform.machine()}",
@@ -159,16 +169,23 @@ class Ninja:
     """The lines of a ninja file, and the objects that they build."""
 
     def __init__(self):
-        self.lines, self.objects = [], []
+        self.lines: list[str] = []
+        self.objects: list[str] = []
 
-    def rule(self, name: str, command: str, depends: bool = True):
-        self.lines += [f"rule {name}", f"  command = {command}"]
-        if depends:
-            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+    def rule(self, name: str, command: str):
+        self.lines += [f"rule {name}", f"  command = {command}", "  description = $out"]
+        self.lines += ["  depfile = $out.d", "  deps = gcc"]
 
     def compile(self, rule: str, source: Path, name: str, flags: list[str]):
         self.objects.append(f"{name}.o")
-        self.lines += [f"build {name}.o: {rule} {source}", f"  flags = {' '.join(flags)}"]
+        escaped = str(source).replace(" ", "$ ")
+        self.lines += [f"build {name}.o: {rule} {escaped}", f"  flags = {shlex.join(flags)}"]
+
+    def text(self, link: str, target: str | Path) -> str:
+        """The file, which links all objects to the target."""
+        rule = ["rule link", f"  command = {link}", "  description = $out"]
+        lines = [*self.lines, *rule, f"build {target}: link {' '.join(self.objects)}"]
+        return "\n".join([*lines, f"default {target}", ""])
 
 
 def cuda_objects(ninja: Ninja, cxx: str, nvcc: str, version: str, architectures: list[str]):
@@ -186,7 +203,7 @@ def cuda_objects(ninja: Ninja, cxx: str, nvcc: str, version: str, architectures:
     return [f"-DDEEPFAST_CUDA={'+'.join(architectures)}", f"-DDEEPFAST_NVCC={version}"], link
 
 
-def ninja_file(cxx: str, target: Path, folder: Path) -> str:
+def ninja_file(cxx: str, target: str, folder: Path) -> str:
     """The build, file by file."""
     import torch
 
@@ -199,8 +216,7 @@ def ninja_file(cxx: str, target: Path, folder: Path) -> str:
         cuda, link = cuda_objects(ninja, cxx, nvcc, *nvcc_facts(nvcc))
         flags, libraries = flags + cuda, libraries + link
     else:
-        print(f"deepfast: the CUDA kernels are left out: {refusal}", file=sys.stderr)
-        flags.append(shlex.quote(f'-DDEEPFAST_NO_CUDA="{refusal}"'))
+        flags.append(f'-DDEEPFAST_NO_CUDA="{refusal}"')
     checks = [folder / "launches.cpp", CSRC / "common" / "arguments.cpp"]
     for source in [CSRC / "bindings.cpp", *checks, *sorted((CSRC / "cpu").glob("*.cpp"))]:
         if not source.stem.endswith("_kernel"):
@@ -209,32 +225,95 @@ def ninja_file(cxx: str, target: Path, folder: Path) -> str:
         for isa, isa_flags in INSTRUCTION_SETS.items():
             kernel_flags = [*KERNEL_FLAGS, *isa_flags, f"-DDEEPFAST_ISA={isa}"]
             ninja.compile("compile", source, f"{source.stem}_{isa}", kernel_flags)
-    torch_folder = Path(torch.__file__).parent / "lib"
-    ninja.rule(
-        "link", f"{cxx} -shared $in -o $out -L{torch_folder} {' '.join(libraries)}", depends=False
-    )
-    ninja.lines += [f"build {target}: link {' '.join(ninja.objects)}", f"default {target}"]
-    return "\n".join(ninja.lines) + "\n"
+    libraries.insert(0, f"-L{Path(torch.__file__).parent / 'lib'}")
+    return ninja.text(f"{cxx} -shared $in -o $out {shlex.join(libraries)}", target)
 
 
 def parallel_jobs() -> int:
-    """How many compilers run at once: as many as there are cores, if memory allows."""
+    """How many compilers run at once: MAX_JOBS, else one for each core if memory allows."""
+    wish = os.environ.get("MAX_JOBS")
+    if wish:
+        if not wish.isdecimal() or int(wish) == 0:
+            raise BuildError(f"MAX_JOBS: expected a positive integer, got {wish!r}")
+        return int(wish)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(os.cpu_count() or 1, int(gib / GIB_PER_JOB)))
 
 
-def compile_ops(target: Path):
-    """Compiles and links what changed; exits with a message if that fails."""
-    missing = [m for m in ("pybind11", "ninja") if importlib.util.find_spec(m) is None]
-    if missing:
-        sys.exit(f"deepfast: compiling the ops needs `pip install {' '.join(missing)}` first")
-    # This folder stays after the install, so that the next one compiles only what changed.
-    folder = CSRC.parent / "build" / f"{sys.implementation.cache_tag}-{platform.machine()}"
+# ---- where and when ------------------------------------------------------------------------------
+
+
+def choose_target() -> Path:
+    """Where the library is written: into the package, or where that is read-only into the cache."""
+    writable = os.access(library.PACKAGE, os.W_OK)
+    return library.in_package() if writable else library.in_cache()
+
+
+def work_folder() -> Path:
+    """The folder of the objects. It stays, so that the next build compiles only what changed."""
+    clone = (CSRC.parent / "setup.py").exists() and os.access(CSRC.parent, os.W_OK)
+    folder = (CSRC.parent if clone else cache_folder()) / "build"
+    return folder / f"{sys.implementation.cache_tag}-{platform.machine()}"
+
+
+def _ninja(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Starts ninja, which prints a line such as ``3/86 layer_norm_kernel_avx2.o`` for each file."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ninja", "-C", str(folder), *options],
+        env=os.environ | {"NINJA_STATUS": "%f/%t "},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+
+
+def first_error(log: str) -> str:
+    """The line of a log of ninja that says what is wrong."""
+    lines = [line for line in log.splitlines() if not line.startswith("ninja: build stopped")]
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "no output")
+
+
+def compile_ops(
+    target: Path,
+    begin: Callable[[int, float], object] = lambda files, seconds: None,
+    advance: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Compiles what changed and writes the library. Of several processes one compiles and the
+    others wait.
+
+    target: the library; others of this Python beside it are removed.
+    begin: is called with the number of files to compile and the seconds that this takes.
+    advance: is called with the number of files that are done.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    # torch brings it.
+    from filelock import FileLock
+
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("found no C++ compiler: install g++ or clang++, or name one by CXX")
+    folder, jobs = work_folder(), parallel_jobs()
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_headers(folder)
-    (folder / "build.ninja").write_text(ninja_file(compiler(), target, folder))
-    jobs = os.environ.get("MAX_JOBS") or str(parallel_jobs())
-    command = [sys.executable, "-m", "ninja", "-C", str(folder), "-j", jobs]
-    if subprocess.run(command).returncode != 0:
-        sys.exit(f"deepfast: compiling the ops failed; the commands are in {folder}")
+    with FileLock(folder / "lock"):
+        write_headers(folder)
+        log = folder / "build.log"
+        (folder / "build.ninja").write_text(ninja_file(cxx, "_C.so", folder))
+        todo = re.findall(r"^\d+/\d+ (.*)$", _ninja(folder, "-n").communicate()[0], re.MULTILINE)
+        cuda = sum(name.endswith("_cuda.o") for name in todo)
+        seconds = SECONDS_PER_FILE["c++"] * (len(todo) - cuda) + SECONDS_PER_FILE["cuda"] * cuda
+        begin(len(todo), seconds / min(jobs, os.cpu_count() or 1))
+        with open(log, "w", buffering=1) as file, _ninja(folder, f"-j{jobs}") as ninja:
+            for line in ninja.stdout:
+                file.write(line)
+                if found := re.match(r"(\d+)/\d+ ", line):
+                    advance(int(found[1]))
+        if ninja.returncode != 0:
+            raise BuildError(
+                f"the build failed: {first_error(log.read_text())}; the log is {log}; deepfast "
+                "works without the C++ ops, by those of torch"
+            )
+        with replaced(target) as file:
+            file.write((folder / "_C.so").read_bytes())
+    for old in set(target.parent.glob(f"_C*{library.SUFFIX}")) - {target}:
+        old.unlink()
