@@ -49,7 +49,7 @@ CUDA_ARCHITECTURES = ("80", "90", "100")
 # The most memory that one nvcc needs, rounded up.
 GIB_PER_JOB = 2
 # Mean times of a compiler on one core of a server.
-SECONDS_PER_FILE = {"c++": 4.5, "cuda": 60.0}
+SECONDS_PER_FILE = {"c++": 4.5, "cuda": 30.0}
 
 
 class BuildError(RuntimeError):

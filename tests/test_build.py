@@ -1,6 +1,5 @@
-"""The compiled library: what it reports about itself, and the package without it."""
+"""The compiled library: what it reports about itself, and how it is compiled."""
 
-import json
 import platform
 import re
 from pathlib import Path
@@ -12,36 +11,6 @@ from deepfast import backend, build
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
-
-BLOCK = """
-from deepfast import library
-library.load = lambda: (None, "blocked for the test")
-"""
-OPS_RUN = """
-import torch
-from deepfast import backend, nn, ops
-x = torch.randn(4, 6, requires_grad=True)
-with backend.record() as seen:
-    y = ops.layer_norm(x, None, None)
-    history, dlcl = nn.DepthHistory(), nn.DLCL(1, 6)
-    dlcl(torch.tanh(dlcl(y, history)), history).square().sum().backward()
-assert {name for _, name in seen} == {"reference"}, seen
-torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (6,)))
-try:
-    ops.layer_norm(x, None, None, backend="cpu")
-except backend.BackendError as error:
-    assert "blocked for the test" in str(error)
-else:
-    raise AssertionError("no error")
-print("the ops ran on the reference")
-"""
-INFO = """
-from deepfast.cli import main
-print("----")
-main(["info", "--json"])
-print("----")
-main(["info"])
-"""
 
 
 def test_build_info():
@@ -81,30 +50,6 @@ def test_the_library_is_free_of_undefined_instruction_sets():
         if not line.strip().startswith("#")
     )  # fmt: skip
     assert "-march=native" not in code
-
-
-@pytest.fixture(scope="module")
-def without_library(python):
-    """What a process without the library prints of itself, after all its ops have run."""
-    return python("-c", BLOCK + OPS_RUN + INFO).stdout
-
-
-@pytest.mark.exhaustive
-def test_info_without_the_library(without_library):
-    _, said, text = without_library.split("----")
-    info = json.loads(said)
-    assert "blocked for the test" in info["build"]["missing"]
-    assert info["ops"].pop("attention")["chosen"] == "sdpa"
-    for choice in info["ops"].values():
-        assert choice["chosen"] == "reference"
-        assert choice["refused"]["cpu"] == "blocked for the test"
-    assert "layer_norm: reference" in text
-    assert "build    blocked for the test\n" in text
-
-
-@pytest.mark.exhaustive
-def test_ops_without_the_library(without_library):
-    assert without_library.startswith("the ops ran on the reference")
 
 
 # ---- instruction sets ----------------------------------------------------------------------------

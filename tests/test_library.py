@@ -1,9 +1,11 @@
 """Finding the compiled library, and compiling it: what happens where something is missing."""
 
+import json
 import os
 import threading
 
 import pytest
+import torch
 from filelock import FileLock
 
 from deepfast import backend, build, library
@@ -86,13 +88,19 @@ def test_import_works_with_a_library_of_another_key(python, tmp_path):
     assert python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout == "reference\n"
 
 
-def test_info_says_in_one_line_what_is_missing(package, monkeypatch, capsys):
+def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch, capsys):
+    reason = "the C++ ops are not compiled; `deepfast build` compiles them"
+    assert library.load() == (None, reason)
     monkeypatch.setattr(backend, "_C", None)
-    monkeypatch.setattr(backend, "_C_REASON", library.load()[1])
+    monkeypatch.setattr(backend, "_C_REASON", reason)
     assert main(["info", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "build    the C++ ops are not compiled; `deepfast build` compiles them\n" in said
-    assert "layer_norm: reference\n" in said
+    lines = capsys.readouterr().out.splitlines()
+    assert f"build    {reason}" in lines
+    for op in backend.OPS:
+        assert f"{op}: {'sdpa' if op == 'attention' else 'reference'}" in lines
+    assert main(["info", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["build"] == {"missing": reason}
+    assert backend.refusal("layer_norm", "cpu", "cpu", torch.float32) == reason
 
 
 def test_build_says_what_it_does(compiler, package, capsys):
