@@ -118,7 +118,8 @@ def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | No
         return _C_REASON
     built = _C.build_info()
     if built["cuda"] is None:
-        return f"deepfast._C has no CUDA: {built['no_cuda']}; `deepfast build` compiles it again"
+        why = f"the C++ ops were compiled without CUDA: {built['no_cuda']}"
+        return f"{why}; with nvcc and a torch for CUDA `deepfast build` adds it"
     if device.type != "cuda":
         return f"tensors are on {device.type}, not cuda"
     for i in _visible(device):
