@@ -47,9 +47,7 @@ setup(
         *find_packages(include=["deepfast", "deepfast.*"], exclude=["deepfast.kernels*"]),
     ],
     package_dir={"deepfast.kernels": "kernels"},
-    package_data={
-        "deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html", "proof/tables/*.*"]
-    },
+    package_data={"deepfast": ["py.typed", "mt/recipes/*.yaml", "measure/*.html"]},
     ext_modules=[Extension("deepfast._C", sources=["csrc/bindings.cpp"])],
     cmdclass={"build_ext": BuildOps},
 )

@@ -56,7 +56,7 @@ def test_reasons_say_what_is_wrong():
 
 
 def test_triton_is_no_default(monkeypatch):
-    """In the interpreter it runs on request; on a GPU it is the default where it was proved."""
+    """In the interpreter it runs on request; on a GPU it is the default."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.refusal("layer_norm", "triton", "cpu", torch.float32) is None
     assert (

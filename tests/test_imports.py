@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> proof, launches,
-#   reference
+#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
+#   -> launches, reference
 #   checks, connections, dtypes and files lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
@@ -28,14 +28,15 @@ ALLOWED = {
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
-    "proof": {"files"},
+    "rule": set(),
+    "selfcheck": {"dtypes", "launches", "reference", "version"},
     "clock": set(),
-    "backend": {"dtypes", "launches", "reference", "kernels", "proof"},
+    "backend": {"dtypes", "launches", "reference", "kernels", "rule", "selfcheck"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "memory": {"depth"} | OPS,
     "nn": NN,
-    "cases": {"clock", "proof", *NN},
+    "cases": {"clock", "selfcheck", *NN},
     "attach": NN,
     "integrations": NN,
     "parallel": NN,
@@ -46,7 +47,7 @@ ALLOWED = {
     "mt.training": {"mt", "mt.search", *MODELS},
     "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
     "measure": {"cases", "clock", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
-    "cli": {"proof", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
+    "cli": {"selfcheck", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},

@@ -14,7 +14,7 @@ import torch
 
 from deepfast import backend
 from deepfast.measure.machine import environment
-from deepfast.proof import known
+from deepfast.selfcheck import store
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = ROOT / "deepfast" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -56,13 +56,18 @@ def stale() -> bool:
     return max(path.stat().st_mtime for path in sources) > OPS.stat().st_mtime
 
 
-def proved() -> bool:
-    """Whether it is known of every op which of its kernels are right and fastest on the GPU."""
+def checked() -> bool:
+    """Whether there was a full selfcheck of the kernels of every op on the GPU."""
     if stale():
         return False
     gpu = torch.device("cuda", torch.cuda.current_device())
-    table = known.table(gpu, backend.cuda_build())
-    return all(op in table.ops for op in backend.OPS if backend.provable(op, gpu))
+    wanted = {
+        (op, by, dtype)
+        for op in backend.OPS
+        for by, dtypes in backend.checkable(op, gpu).items()
+        for dtype in dtypes
+    }
+    return wanted <= set(store.of(gpu).full)
 
 
 def compile_ops(architectures: list[str]) -> None:
@@ -128,11 +133,11 @@ def facts(dry: bool) -> dict:
 
 def child_environment(dry: bool) -> dict[str, str]:
     """The environment of the processes that this command starts."""
-    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_PROOF": "off"}
+    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_SELFCHECK": "off"}
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # A variable of the shell must not change what is measured.
-    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_PROOF")
+    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_SELFCHECK")
     return {k: v for k, v in os.environ.items() if k not in ours} | changed
 
 

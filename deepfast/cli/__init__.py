@@ -20,7 +20,7 @@ from deepfast.version import __version__
 
 COMMANDS = {
     "info": "versions, build, and which backend serves each op",
-    "prove": "which kernels are right and fast on this machine's GPU",
+    "selfcheck": "compare all kernels with float64 on this machine's GPU, and time them",
     "plan": "how deep, wide and long a model fits a budget of memory",
     "train": "train a translation model from a recipe",
     "sweep": "train a recipe over the values of a key and over seeds: a table and a picture",

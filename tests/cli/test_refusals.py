@@ -85,7 +85,7 @@ REFUSED = [
     (["show-weights", "m", "--output", "folder.svg"], "expected a file, got a folder"),
     (["plan", "--plot", "no/x.svg"], "no/x.svg: expected a folder that exists, got no"),
     ([*PLAN, "--plot", "memory.pdf"], "--plot: expected a file ending in .svg or "),
-    (["prove", "--device", "cpu", "--write", "page"], "page: expected a file, got a folder"),
+    (["selfcheck", "--device", "cpu", "--write", "page"], "page: expected a file, got a folder"),
 ]  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from deepfast import backend, ops
 from deepfast.cases import check
 from deepfast.cases.sentences import offsets
 from deepfast.cases.sizes import KERNELS, LISTED, QUICK, THOROUGH, Sizes, typical
-from deepfast.proof.table import widths
 from deepfast.reference.dropout import dropout, dropout_mask
+from deepfast.selfcheck.full import widths
 
 pytestmark = pytest.mark.gpu
 

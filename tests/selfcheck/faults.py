@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose: layer_norm's forward launch, by any backend.
+"""Kernels that are broken on purpose: the launches of layer_norm, by any backend.
 
 A worker loads this file in its prelude; tests in one process import it.
 """
@@ -7,14 +7,14 @@ import itertools
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import torch
 
 from deepfast import backend
 from deepfast.cases import sizes
+from deepfast.launches import LAUNCHES
 
-OP = "layer_norm"
+FORWARD = "layer_norm_forward"
 calls = itertools.count()
 
 
@@ -29,10 +29,9 @@ def odd(y):
         y[..., -1] = 0
 
 
-def unwritten(y):
-    """The last row is never written."""
+def not_finite(y):
     if y.numel():
-        y[-1] = torch.empty_like(y[-1])
+        y[-1] = torch.nan
 
 
 def unsteady(y):
@@ -55,10 +54,6 @@ def killed(y):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def abort(y):
-    os.abort()
-
-
 def abort_in_float32(y):
     if y.dtype == torch.float32:
         os.abort()
@@ -68,19 +63,20 @@ def hang(y):
     time.sleep(600)
 
 
-def broken(launchers, names, fault):
-    """`backend._launchers` whose layer_norm goes wrong on the backends ``names``."""
+def broken(runs, names, fault, launch=FORWARD, result="y"):
+    """`backend._runs` where a launch goes wrong on the backends ``names``."""
+    place = LAUNCHES[launch].names.index(result)
 
     def made(op, name):
-        found = launchers(op, name)
-        if op != OP or name not in names:
+        found = runs(op, name)
+        if launch not in found or name not in names:
             return found
 
-        def forward(**operands):
-            found.layer_norm_forward(**operands)
-            fault(operands["y"])
+        def run(*operands):
+            found[launch](*operands)
+            fault(operands[place])
 
-        return SimpleNamespace(**vars(found) | {"layer_norm_forward": forward})
+        return found | {launch: run}
 
     return made
 
@@ -93,6 +89,5 @@ def one(op, kind, widths, thorough=False):
 
 def install(names, fault):
     """Breaks the kernels in this process."""
-    backend.PROVABLE["cpu"] = ("cuda", "triton")
-    backend._launchers = broken(backend._launchers, names, globals()[fault])
+    backend._runs = broken(backend._runs, names, globals()[fault])
     sizes.cases = one

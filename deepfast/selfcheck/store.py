@@ -1,0 +1,219 @@
+"""What was checked on this machine: one file for each key, in the user's cache folder.
+
+The key names everything that a result depends on: deepfast, the sources of the kernels, the
+compiled library, torch, Triton, the GPU and its driver. A file has one JSON object on each line.
+Processes only append lines, so several of them can write at the same time without a lock.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from deepfast.version import __version__
+
+FORMAT = "3"
+"""Raised when the fields of a line change, or when the checks get stricter: old files then end."""
+
+log = logging.getLogger("deepfast")
+
+Kernels = tuple[str, str, str]
+"""The kernels of an op: op, backend and dtype, as ("layer_norm", "triton", "bfloat16")."""
+
+
+@functools.cache
+def digest() -> str:
+    """A digest of the sources that decide what a GPU runs: the Triton kernels, the CUDA C++ and the
+    table of launches. An installed package may have no C++ sources."""
+    package = Path(__file__).parents[1]
+    # In a clone the folder of the kernels lies beside the package.
+    (kernels,) = importlib.util.find_spec("deepfast.kernels").submodule_search_locations
+    csrc = package.parent / "csrc"
+    files = [package / "launches.py"]
+    for folder in (Path(kernels), csrc / "common", csrc / "cuda"):
+        files += sorted(f for f in folder.glob("*") if f.suffix in (".py", ".h", ".cu"))
+    found = hashlib.sha256()
+    for file in files:
+        text = file.read_bytes()
+        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"\b\d+\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+
+
+def _triton() -> str:
+    try:
+        return importlib.import_module("triton").__version__
+    except ImportError:
+        return "none"
+
+
+def _library() -> str:
+    """A digest of deepfast._C, which may be older than the sources beside it."""
+    file = getattr(sys.modules.get("deepfast._C"), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else "none"
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the model. What was checked on one GPU holds for all of its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def make_key(device: torch.device) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "deepfast": __version__,
+        "sources": digest(),
+        "library": _library(),
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "device": device_name(device),
+        "driver": _driver() if device.type == "cuda" else "none",
+    }
+
+
+def folder() -> Path:
+    """The cache folder: DEEPFAST_CACHE, or else the platform's."""
+    if given := os.environ.get("DEEPFAST_CACHE"):
+        return Path(os.path.expanduser(given))
+    # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
+    # and a folder of that name in the working folder serves.
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "deepfast"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+@dataclass
+class Store:
+    """The results for one key."""
+
+    key: dict[str, str]
+    path: Path
+    wrong: dict[Kernels, str] = field(default_factory=dict)
+    """Kernels that are not used, with their error."""
+    right: dict[Kernels, set[tuple]] = field(default_factory=dict)
+    """The variants that were right at their first use: the launch, and what chooses a variant."""
+    full: dict[Kernels, str] = field(default_factory=dict)
+    """The date of the last full selfcheck."""
+    seconds: dict[tuple[str, str], dict[str, dict[str, float]]] = field(default_factory=dict)
+    """By op and dtype, then by size and backend: of a forward and backward pass."""
+
+    def take(self, line: dict) -> None:
+        """Adds what a line of the file says. A later line replaces an earlier one."""
+        if "seconds" in line:
+            self.seconds.setdefault((line["op"], line["dtype"]), {}).update(line["seconds"])
+            return
+        kernels, error = (line["op"], line["backend"], line["dtype"]), line["error"]
+        if "launch" not in line:
+            self.full[kernels] = line["date"]
+            self.wrong.pop(kernels, None)
+        if error is not None:
+            self.wrong[kernels] = error
+        elif "launch" in line:
+            self.right.setdefault(kernels, set()).add((line["launch"], *line["variant"]))
+
+    def add(self, **line: object) -> None:
+        """Takes a line and appends it to the file."""
+        self.take(line)
+        # A new file begins with the key, for a reader.
+        new = [] if self.path.exists() else [{"key": self.key}]
+        text = "".join(json.dumps(x) + "\n" for x in (*new, line))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # One write in append mode: lines of several processes do not mix.
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(text.encode())
+        except OSError as error:
+            tell_once(
+                f"deepfast: {self.path} cannot be written ({error.strerror}): results of checks "
+                "are kept for this process alone; DEEPFAST_CACHE names another folder"
+            )
+
+    def lines(self) -> Iterator[str]:
+        """A line of text for the kernels of each op, backend and dtype, then one for each size that
+        was timed."""
+        for kernels in sorted({*self.wrong, *self.right, *self.full}):
+            op, by, dtype = kernels
+            how = []
+            if kernels in self.full:
+                how.append(f"full selfcheck on {self.full[kernels]}")
+            if kernels in self.right:
+                how.append(f"first use: {len(self.right[kernels])} variants are right")
+            if kernels in self.wrong:
+                how.append(f"NOT USED: {self.wrong[kernels]}")
+            yield f"{op} {by} {dtype}: {'; '.join(how)}"
+        for (op, dtype), by_size in sorted(self.seconds.items()):
+            for size, seconds in by_size.items():
+                times = ", ".join(f"{by} {s * 1e6:.0f} us" for by, s in seconds.items())
+                yield f"{op} {dtype}, size {size}: {times}"
+
+
+def load(key: dict[str, str]) -> Store:
+    """The results in the key's file. A line that cannot be read is left out, with a warning."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    found = Store(key, folder() / f"selfcheck-{name}.jsonl")
+    try:
+        stored = found.path.read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    except OSError as error:
+        tell_once(f"deepfast: {found.path} cannot be read ({error.strerror}); kernels are checked")
+        return found
+    for text in stored:
+        try:
+            line = json.loads(text)
+            if "key" not in line:
+                found.take(line)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            tell_once(f"deepfast: {found.path} has a line that is no result of a check: {text!r}")
+    return found
+
+
+_stores: dict[str, Store] = {}
+"""By the device's name."""
+
+
+def of(device: torch.device) -> Store:
+    """The results for a device, read once in a process."""
+    name = device_name(device)
+    if name not in _stores:
+        # All threads must have the same one.
+        _stores.setdefault(name, load(make_key(device)))
+    return _stores[name]
+
+
+def forget() -> None:
+    """Reads the files again at the next use."""
+    _stores.clear()
+
+
+def error_of(op: str, backend: str, device: torch.device, dtype: str) -> str | None:
+    """Why these kernels are not used on the device; None where no check has failed."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
+    return of(device).wrong.get((op, backend, dtype))
