@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from deepfast.cases import check, sizes
+from deepfast.cases.case import Case
 from deepfast.selfcheck.first_use import first_line, out_of_memory
 from deepfast.selfcheck.full import widths
 
@@ -25,11 +26,11 @@ def result_of(job: dict, say: Callable[..., None]) -> dict:
     out; "seconds" has the times by width and backend."""
     op, dtype, device = job["op"], getattr(torch, job["dtype"]), torch.device(job["device"])
     found: dict = {"error": None, "by": job["by"][0]}
-    case = None
+    case: Case | None = None
 
     def begin(by: str) -> None:
         found["by"] = by
-        say(by=by, case=case.name)
+        say(by=by, case=case.name if case else op)
 
     try:
         for width in job.get("widths", ()):

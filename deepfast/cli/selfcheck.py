@@ -38,15 +38,16 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     wanted = {op: backend.checkable(op, device) for op in args.op or backend.OPS}
-    results = store.of(device)
+    results, lines = store.of(device), []
 
     def say(line: str) -> None:
+        lines.append(line)
         if not args.json:
             print(line, flush=True)
 
     fine = full.check(results, wanted, device, thorough=args.thorough, say=say)
     backend.forget()
-    found = {"file": str(results.path), "key": results.key, "lines": list(results.lines())}
+    found = {"file": str(results.path), "key": results.key, "lines": lines}
     text = json.dumps(found, indent=2) + "\n"
     if args.write is not None:
         write_atomically(args.write, text.encode())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepfast.dtypes import dtype_name
-from deepfast.launches import Launch
+from deepfast.launches import Launch, Operand
 from deepfast.reference import accuracy
 from deepfast.selfcheck import store
 from deepfast.selfcheck.operands import alike, no_elements
@@ -105,7 +105,9 @@ def variant_of(launch: Launch) -> Callable[..., tuple]:
 
     It is compiled once, because it runs at each launch: it takes about a microsecond.
     """
-    text, parts, widths = {}, [], set()
+    text: dict[Operand, str] = {}
+    parts: list[str] = []
+    widths: set[str] = set()
     for o in launch.operands:
         if o.dtype == "storage" and o.type != "Tensor?":
             text[o] = f"{o.name}[0]" if o.type == "Tensor[]" else o.name
@@ -153,7 +155,7 @@ def _copies(given: list, dtype: torch.dtype | None) -> list:
 def _results(launch: Launch, run: Run, given: list) -> dict[str, Tensor]:
     """What the launch writes into its operands, by name."""
     run(*given)
-    found = {}
+    found: dict[str, Tensor] = {}
     for o, x in zip(launch.operands, given, strict=True):
         if o.writes and isinstance(x, list):
             found |= {f"{o.name}[{i}]": y for i, y in enumerate(x)}
@@ -185,8 +187,8 @@ def fault(
             infinite = exact[name].isinf()
             if not torch.equal(value[infinite].double(), exact[name][infinite]):
                 return f"{name}: expected {exact[name][infinite]}, got {value[infinite]}"
-            parts = (x.masked_fill(infinite, 0) for x in (value, plain[name], exact[name]))
-            found = accuracy.fault(*parts, dtype)
+            near, far = (x[name].masked_fill(infinite, 0) for x in (plain, exact))
+            found = accuracy.fault(value.masked_fill(infinite, 0), near, far, dtype)
             if found is not None:
                 return f"{name}: {found}"
     return None

@@ -96,23 +96,28 @@ def check(
     store: Store, wanted: dict[str, dict[str, list[str]]], device: torch.device, *,
     thorough: bool = False, say: Callable[[str], None] = print, start: Start | None = None,
 ) -> bool:  # fmt: skip
-    """Runs all cases of the kernels that are wanted, then times the right ones; each result is in
-    the store, and said, as soon as it is there. Returns whether all were right.
+    """Runs all cases of the kernels that are wanted, then times the right ones. Each result is
+    kept, and said, as soon as it is there. Returns whether all were right.
 
     wanted: by op and backend the dtypes, as "bfloat16".
     start: tests give another `run`.
     """
-    jobs = [
-        {"op": op, "by": [by], "dtype": dtype, "device": str(device), "thorough": thorough}
+    kernels = [
+        (op, by, dtype)
         for op, backends in wanted.items() for by, dtypes in backends.items() for dtype in dtypes
     ]  # fmt: skip
+    shared = {"device": str(device), "thorough": thorough}
     start = start or run
     right: dict[tuple[str, str], list[str]] = {}
     fine = True
     pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, PROCESSES)))
     try:
-        for job, made in [(job, pool.submit(start, job)) for job in jobs]:
-            op, (by,), dtype, result = job["op"], job["by"], job["dtype"], made.result()
+        jobs = [
+            pool.submit(start, shared | {"op": op, "by": [by], "dtype": dtype})
+            for op, by, dtype in kernels
+        ]
+        for (op, by, dtype), job in zip(kernels, jobs, strict=True):
+            result = job.result()
             fine &= result["error"] is None
             say(f"{op} {by} {dtype}: {result['error'] or 'right'}")
             _keep(store, op, by, dtype, result, say)
@@ -124,10 +129,9 @@ def check(
     for (op, dtype), names in right.items():
         if dtype == "float16" and (op, "bfloat16") in right:
             continue  # It moves as many bytes, in the same time.
-        sizes = widths(op, device.type)
         timed = start(
-            {"op": op, "by": [*names, torchs(op)], "dtype": dtype, "device": str(device),
-             "widths": sizes}
+            shared | {"op": op, "by": [*names, torchs(op)], "dtype": dtype,
+                      "widths": widths(op, device.type)}
         )  # fmt: skip
         if timed["error"] is not None:
             # At these sizes the kernel was not run before.
@@ -136,7 +140,6 @@ def check(
             if timed["by"] in names:
                 _keep(store, op, timed["by"], dtype, timed, say)
             continue
-        store.add(op=op, dtype=dtype, seconds=timed["seconds"])
         for size, seconds in timed["seconds"].items():
             times = ", ".join(f"{by} {s * 1e6:.0f} us" for by, s in seconds.items())
             say(f"{op} {dtype}, size {size}: {times}")

@@ -123,7 +123,7 @@ def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) ->
             return made.fill_(7)
         return made.copy_(random(o.name, shape, generator, x.device))
 
-    made = []
+    made: list = []
     for o, x in zip(launch.operands, operands, strict=True):
         if isinstance(x, Tensor):
             made.append(value(o, x))

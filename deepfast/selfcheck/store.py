@@ -120,14 +120,9 @@ class Store:
     """The variants that were right at their first use: the launch, and what chooses a variant."""
     full: dict[Kernels, str] = field(default_factory=dict)
     """The date of the last full selfcheck."""
-    seconds: dict[tuple[str, str], dict[str, dict[str, float]]] = field(default_factory=dict)
-    """By op and dtype, then by size and backend: of a forward and backward pass."""
 
     def take(self, line: dict) -> None:
         """Adds what a line of the file says. A later line replaces an earlier one."""
-        if "seconds" in line:
-            self.seconds.setdefault((line["op"], line["dtype"]), {}).update(line["seconds"])
-            return
         kernels, error = (line["op"], line["backend"], line["dtype"]), line["error"]
         if "launch" not in line:
             self.full[kernels] = line["date"]
@@ -155,8 +150,7 @@ class Store:
             )
 
     def lines(self) -> Iterator[str]:
-        """A line of text for the kernels of each op, backend and dtype, then one for each size that
-        was timed."""
+        """A line of text for the kernels of each op, backend and dtype."""
         for kernels in sorted({*self.wrong, *self.right, *self.full}):
             op, by, dtype = kernels
             how = []
@@ -167,10 +161,6 @@ class Store:
             if kernels in self.wrong:
                 how.append(f"NOT USED: {self.wrong[kernels]}")
             yield f"{op} {by} {dtype}: {'; '.join(how)}"
-        for (op, dtype), by_size in sorted(self.seconds.items()):
-            for size, seconds in by_size.items():
-                times = ", ".join(f"{by} {s * 1e6:.0f} us" for by, s in seconds.items())
-                yield f"{op} {dtype}, size {size}: {times}"
 
 
 def load(key: dict[str, str]) -> Store:

@@ -1,5 +1,7 @@
 """`deepfast selfcheck`: faults in processes of their own, times, and the command."""
 
+import json
+
 import pytest
 import torch
 
@@ -126,7 +128,7 @@ def test_the_command_checks_prints_and_keeps(start, capsys, tmp_path):
     assert "layer_norm bfloat16, size 7: triton 500000 us, reference 500000 us\n" in said
     assert "layer_norm float16, size" not in said
     assert f"kept in {store.of(CPU).path}\n" in said
-    assert "full selfcheck on" in (tmp_path / "results.json").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["lines"] == said.splitlines()[:-1]
     assert main(["info", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert f"check    {store.of(CPU).path}; a GPU checks each kernel at its first use" in text
@@ -137,7 +139,9 @@ def test_the_command_checks_prints_and_keeps(start, capsys, tmp_path):
 def test_a_wrong_kernel_does_not_serve(start, capsys):
     start["triton", "float32"] = "broken on purpose"
     assert command("--json") == 1
-    assert "NOT USED: broken on purpose" in capsys.readouterr().out
+    found = json.loads(capsys.readouterr().out)
+    assert "layer_norm triton float32: broken on purpose" in found["lines"]
+    assert "NOT USED: broken on purpose" in "".join(store.of(CPU).lines())
     assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "cpu"
     assert backend.choose("layer_norm", None, CPU, torch.bfloat16, 8)[0] == "triton"
     start.clear()
