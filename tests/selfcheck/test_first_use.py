@@ -177,6 +177,22 @@ def test_a_check_without_memory_is_not_kept(device, broken, cache, caplog, monke
     assert norm() == "triton"
 
 
+def test_a_reference_that_fails_blames_no_kernel(device, broken, cache):
+    broken("reference", "raises")
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        norm()
+    assert not list(cache.glob("*.jsonl"))
+
+
+def test_a_lost_gpu_ends_the_call_and_is_remembered(device, broken, monkeypatch):
+    broken("triton", "raises")
+    monkeypatch.setattr(first_use, "_lost_context", lambda _: "an illegal memory access")
+    with pytest.raises(BackendError, match=r"ended this process's use of the GPU \(an illegal"):
+        norm()
+    backend.forget()
+    assert norm() == "cpu"
+
+
 # ---- what surrounds the call ---------------------------------------------------------------------
 
 
@@ -247,6 +263,20 @@ def test_one_thread_checks_and_the_others_wait(device):
         results = list(pool.map(call, range(4)))
     assert all(torch.equal(y, results[0]) for y in results)
     assert device == [FORWARD]
+
+
+def rank(_):
+    """Each rank checks variants that the other one does not, and both meet afterwards."""
+    number = torch.distributed.get_rank()
+    assert [norm(9 + number), norm(20)] == ["triton"] * 2
+    total = torch.ones(())
+    torch.distributed.all_reduce(total)
+    assert total == 2
+
+
+@pytest.mark.exhaustive
+def test_ranks_do_not_wait_for_each_other(device, agree_on_ranks):
+    agree_on_ranks(2, rank, [""])
 
 
 # ---- the operands of a check ---------------------------------------------------------------------
