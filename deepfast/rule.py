@@ -3,8 +3,8 @@
 A line is: op, backend, bits of the dtypes, the lowest compute capability, the largest size. The
 size of a call is the number of channels of a row; for attention it is the longest sentence. The
 lines of an op are in the order of choice. Where none of them fits, torch's own form serves: sdpa
-for attention, and the reference for other ops. What a backend cannot run at all, `backend.refusal`
-says.
+for attention, and the reference for other ops. `backend.refusal` says what a backend cannot run at
+all.
 
 Kernels in CUDA C++ come before Triton's because they need no compiler at run time. In attention,
 Triton's kernels read packed sentences, and sdpa pads them. Padding costs most where sentences are

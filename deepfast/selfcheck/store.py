@@ -157,7 +157,7 @@ class Store:
             if kernels in self.full:
                 how.append(f"full selfcheck on {self.full[kernels]}")
             if kernels in self.right:
-                how.append(f"first use: {len(self.right[kernels])} variants are right")
+                how.append(f"variants right at first use: {len(self.right[kernels])}")
             if kernels in self.wrong:
                 how.append(f"NOT USED: {self.wrong[kernels]}")
             yield f"{op} {by} {dtype}: {'; '.join(how)}"

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepfast import backend, ops, rule
 from deepfast.backend import BackendError
 from deepfast.cases.sentences import offsets
+from deepfast.cli import main
 from deepfast.launches import LAUNCHES
 from deepfast.selfcheck import first_use
 from deepfast.selfcheck.operands import TOKENS, alike
@@ -65,6 +67,14 @@ def test_each_variant_is_checked_once(device, cache, caplog, no_process):
         (FORWARD, None), (BACKWARD, None)
     ] * 2  # fmt: skip
     assert not caplog.records
+
+
+def test_info_shows_the_checks(device, cache, capsys):
+    norm()
+    assert main(["info", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"check    {next(cache.iterdir())}; a GPU checks each kernel" in said
+    assert "\n    layer_norm triton float32: variants right at first use: 2\n" in said
 
 
 def test_what_is_not_checked(device):
@@ -250,6 +260,17 @@ def test_a_compiled_function_checks_when_it_runs(device, caplog):
         y.sum().backward()
     assert device == [FORWARD, BACKWARD]
     assert not [record for record in caplog.records if record.name == "deepfast"]
+
+
+def test_fake_tensors_are_not_checked(device):
+    """The reference makes the results of a tracer's tensors, which have no values."""
+    with FakeTensorMode():
+        x, y, mean, rstd = (torch.empty(s) for s in ((4, 9), (4, 9), (4,), (4,)))
+        launch = backend.choose("layer_norm", None, CPU, torch.float32, 9)[1]
+        launch.layer_norm_forward(
+            x=x, eps=1e-5, rms=False, dropout_p=0.0, y=y, mean=mean, rstd=rstd
+        )
+    assert device == []
 
 
 def test_one_thread_checks_and_the_others_wait(device):

@@ -29,7 +29,7 @@ def test_what_is_added_is_read(key, cache):
     assert found.right == {KERNELS: {("layer_norm_forward", 8, True, None)}}
     assert found.wrong == {KERNELS: "wrong"}
     assert list(found.lines()) == [
-        "layer_norm triton float32: first use: 1 variants are right; NOT USED: wrong"
+        "layer_norm triton float32: variants right at first use: 1; NOT USED: wrong"
     ]
     # A later selfcheck replaces what was found at first use.
     written.add(**LINE, error=None, date="2030-01-01")
