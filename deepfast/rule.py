@@ -19,42 +19,33 @@ from typing import NamedTuple
 
 import torch
 
-_TABLE = """
-layer_norm            cuda     16,32   8.0   8192
-layer_norm            triton   16,32   8.0  16384
-activation            triton   16,32   8.0    any
-depth_mix             cuda     16,32   8.0   8192
-depth_mix             triton   16,32   8.0  16384
-depth_attention       triton   16,32   8.0  16384
-boundary              cuda     16,32   8.0   8192
-boundary              triton   16,32   8.0  16384
-attention_boundary    triton   16,32   8.0  16384
-linear_cross_entropy  triton   16,32   8.0    any
-peephole_lstm         triton   16,32   8.0    any
-attention             triton   16      8.0    512
-"""
-
 
 class Line(NamedTuple):
     op: str
     backend: str
     bits: tuple[int, ...]
-    capability: tuple[int, ...]
-    largest: int | None
-    """None for any size."""
+    capability: tuple[int, int]
+    largest: float
 
 
-def _line(text: str) -> Line:
-    op, backend, bits, capability, largest = text.split()
-    return Line(
-        op, backend, tuple(map(int, bits.split(","))), tuple(map(int, capability.split("."))),
-        None if largest == "any" else int(largest),
-    )  # fmt: skip
+ALL, HALF, AMPERE, ANY = (16, 32), (16,), (8, 0), float("inf")
 
+LINES = (
+    Line("layer_norm", "cuda", ALL, AMPERE, 8192),
+    Line("layer_norm", "triton", ALL, AMPERE, 16384),
+    Line("activation", "triton", ALL, AMPERE, ANY),
+    Line("depth_mix", "cuda", ALL, AMPERE, 8192),
+    Line("depth_mix", "triton", ALL, AMPERE, 16384),
+    Line("depth_attention", "triton", ALL, AMPERE, 16384),
+    Line("boundary", "cuda", ALL, AMPERE, 8192),
+    Line("boundary", "triton", ALL, AMPERE, 16384),
+    Line("attention_boundary", "triton", ALL, AMPERE, 16384),
+    Line("linear_cross_entropy", "triton", ALL, AMPERE, ANY),
+    Line("peephole_lstm", "triton", ALL, AMPERE, ANY),
+    Line("attention", "triton", HALF, AMPERE, 512),
+)
 
-LINES = tuple(map(_line, _TABLE.strip().splitlines()))
-
-LENGTHS = tuple(x.largest for x in LINES if x.op == "attention" and x.largest is not None)
+LENGTHS = tuple(int(line.largest) for line in LINES if line.op == "attention")
 """The lengths of sentences at which the choice for attention changes."""
 
 
@@ -83,6 +74,6 @@ def why_not(
         if torch.cuda.get_device_capability(i) < line.capability:
             needed = ".".join(map(str, line.capability))
             return f"deepfast/rule.py names it from compute capability {needed} on"
-    if size is not None and line.largest is not None and size > line.largest:
+    if size is not None and size > line.largest:
         return f"deepfast/rule.py names it for sizes up to {line.largest}, not {size}"
     return None

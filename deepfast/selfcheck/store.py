@@ -90,16 +90,12 @@ def make_key(device: torch.device) -> dict[str, str]:
 
 
 def folder() -> Path:
-    """The cache folder: DEEPFAST_CACHE, or else the platform's."""
+    """The cache folder: DEEPFAST_CACHE, or else the user's."""
     if given := os.environ.get("DEEPFAST_CACHE"):
         return Path(os.path.expanduser(given))
     # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
     # and a folder of that name in the working folder serves.
     home = Path(os.path.expanduser("~"))
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "deepfast"
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "deepfast"
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
 
 
