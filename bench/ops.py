@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.cases import ops, sentences
-from deepfast.cases.case import Case, Rows, torchs, tuple_of
+from deepfast.cases.case import Case, Rows, torch_dropout, tuple_of
 from deepfast.memory import LiveBytes
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -42,7 +42,7 @@ def make(case: Case, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
     return {
         "deepfast": partial(step, case.run, own),
-        "torch": partial(step, partial(case.plain, torchs), low),
+        "torch": partial(step, partial(case.plain, torch_dropout), low),
     }
 
 

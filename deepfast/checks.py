@@ -24,9 +24,10 @@ MOST: dict[str | tuple[str, ...], int] = {
     "dim": 2**31 - 1,
     "": 2**63 - 1,
 }
-"""The end of a name -> the largest value of such a size or count: far more layers than a model has,
-of which a depth connection has tables of pairs, far more hypotheses than a search keeps and runs
-than a sweep makes; a width whose tensors have a number of elements; and what torch reads."""
+"""The end of a name -> the largest value of such a size or count.
+
+Counts have a low limit, because tables grow with them; no model or search comes near it. A wider
+``dim`` would make a tensor whose number of elements overflows. Everything else is an int64."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100

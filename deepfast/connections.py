@@ -1,8 +1,8 @@
 """The connections of stacks by name: the one list that modules, planner, recipes and errors read.
 
 To add a connection, write its class in a file of `deepfast/nn/connections/` and add a line here.
-`deepfast/memory/` counts those that are planned, and `deepfast/attach/parent.py` makes those that
-mix for models of other packages.
+One that mixes the states of all layers also has a `DepthConnection` and a `DepthPass` in a file of
+`deepfast/depth/`. `deepfast/memory/` counts those that are planned.
 """
 
 from typing import NamedTuple

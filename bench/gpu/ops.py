@@ -15,7 +15,7 @@ from bench.gpu.clock import Bench, Variant
 from deepfast import backend, ops
 from deepfast.cases import ops as calls
 from deepfast.cases import sentences
-from deepfast.cases.case import Case, Rows, torchs, tuple_of
+from deepfast.cases.case import Case, Rows, torch_dropout, tuple_of
 from deepfast.measure.clock import Row
 
 BF16 = torch.bfloat16
@@ -88,7 +88,7 @@ def measure(bench: Bench, what: str, case: Case, theirs: dict[str, Callable[[], 
     own = [case.leaves(BF16, BF16, bench.device) for _ in range(count)]
     low = [case.of_one_dtype(BF16, bench.device) for _ in range(count)]
     moved = [m.nbytes(BF16) for m in case.moved]
-    plain = functools.partial(case.plain, torchs)
+    plain = functools.partial(case.plain, torch_dropout)
     theirs = {"torch": lambda: plain, "torch.compile": lambda: compiled(plain, bench.toy)} | theirs
     forms = {
         ours(by): (lambda by=by: functools.partial(case.run, backend=by), own)
@@ -187,7 +187,7 @@ def _linear_cross_entropy(bench: Bench, vocabulary: int) -> None:
     V = bench.size(vocabulary, vocabulary // 1000)
     case = sentences.linear_cross_entropy("", Rows((T,), D), V)
     leaves = case.of_one_dtype(BF16, bench.device)
-    plain = functools.partial(case.plain, torchs)
+    plain = functools.partial(case.plain, torch_dropout)
     forms: dict[str, Callable] = {
         ours(by): lambda by=by: functools.partial(case.run, backend=by)
         for by in bench.backends("linear_cross_entropy")

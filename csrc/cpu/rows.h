@@ -196,7 +196,7 @@ DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim, b
   });
 }
 
-// total[d] += a[d] * b[d] and, for the bias, total[d] += a[d].
+// dweight[d] += grad[d] * n[d] and dbias[d] += grad[d], each where it is not null.
 template <class A>
 DEEPFAST_INLINE void accumulate_affine(const A* grad, const A* n, A* dweight, A* dbias,
                                        int64_t dim) {

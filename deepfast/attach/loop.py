@@ -34,8 +34,8 @@ def _calls_itself(module: nn.Module) -> bool:
 
 
 def _kind(connection: Any) -> tuple:
-    """What tells a connection from one of another kind or size. A wrapper that stands for one, as
-    that of PEFT's ``modules_to_save``, has its attributes."""
+    """Equal for connections of one kind and size. A wrapper such as PEFT's ``modules_to_save`` has
+    the attributes of what it wraps."""
     return tuple(getattr(connection, name, None) for name in ("name", "num_layers", "dim"))
 
 

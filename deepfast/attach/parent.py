@@ -10,11 +10,10 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
-from deepfast.connections import BLOCKS, CONNECTIONS, names
-from deepfast.depth.attention_residuals import AttentionResiduals
+from deepfast.connections import CONNECTIONS, names
 from deepfast.depth.connection import DepthConnection
-from deepfast.depth.dlcl import DLCL
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
+from deepfast.nn.connections.base import class_of
 from deepfast.nn.connections.dlcl import dlcl_options
 
 OP = "deepfast.connect"
@@ -221,16 +220,14 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
 
 def _make(layers: int, dim: int, norm: str | None, connection: str, options: dict):
     """The connection."""
+    if CONNECTIONS[connection].pre_norm and norm != "pre":
+        raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
+    if options.get("reads", 1) != 1:
+        raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
     if CONNECTIONS[connection].dlcl is not None:
         useless = {"norm_kind", "normalize_embedding"} & options.keys()
         if useless and dlcl_options(connection, norm, options)["norm"] is None:
             raise ValueError(
                 f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="
             )
-        return DLCL(layers, dim, **dlcl_options(connection, norm, options))
-    if norm != "pre":
-        raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
-    if options.get("reads", 1) != 1:
-        raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
-    block = {"block": -(-layers // BLOCKS)} if connection == "block_attnres" else {}
-    return AttentionResiduals(layers, dim, **(block | options))
+    return class_of(connection).make_depth(connection, layers, dim, norm, options)

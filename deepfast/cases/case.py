@@ -105,7 +105,7 @@ Dropout = Callable[[Tensor, float, int], Tensor]
 """(x, p, seed) -> x with elements dropped, and the others scaled."""
 
 
-def torchs(x: Tensor, p: float, _seed: int) -> Tensor:
+def torch_dropout(x: Tensor, p: float, _seed: int) -> Tensor:
     """torch's own dropout, for times."""
     return F.dropout(x, p)
 

@@ -262,8 +262,13 @@ class AttentionResiduals(DepthConnection):
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_query(), self.own_bias()
 
-    def traced_weights(self) -> Tensor:
-        return self.effective_query()
+    def part_parameters(
+        self, rows: Tensor, columns: Tensor, mask: Tensor, alone: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        query, bias = self.pass_parameters()
+        if bias is not None:
+            bias = bias.index_select(0, rows).index_select(1, columns) * mask + alone
+        return query.index_select(0, rows) * mask.any(1, keepdim=True), bias
 
     def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
         if self.weights == "softmax":
@@ -285,7 +290,7 @@ class AttentionResiduals(DepthConnection):
 
 @common.traced_as("scaled_query")
 class _Query(torch.autograd.Function):
-    """``scale * query * norm_weight``. As `MaskedWeight` it saves nothing through autograd."""
+    """``scale * query * norm_weight``. Like `_MaskedWeight` it saves nothing through autograd."""
 
     @staticmethod
     def forward(ctx, query, norm_weight, scale):

@@ -151,7 +151,7 @@ class OpenPass(PerThread):
 class Parameters(torch.autograd.Function):
     """The first token of a pass. Returns the parameters' gradients when backward ends.
 
-    parameters: what `DepthPass.take_parameter_grads` returns the gradients of.
+    parameters: those whose gradients `DepthPass.take_parameter_grads` returns.
     """
 
     @staticmethod

@@ -34,7 +34,7 @@ class Call(NamedTuple):
     y: Tensor
     history: DepthHistory
     k: int | None = None
-    """``index``, a name that tuples have taken."""
+    """The argument ``index``; a named tuple has a method of that name."""
     residual: Tensor | None = None
     dropout_p: float = 0.0
     seed: int | Tensor | None = None
@@ -68,11 +68,14 @@ class DepthConnection(nn.Module):
     # Each kind of connection has its own.
     pass_kind: type[DepthPass]
     pass_parameters: Callable[[], tuple[Tensor | None, ...]]
-    """What a pass weighs the states with, with gradient."""
-    traced_weights: Callable[[], Tensor]
-    """Inside torch.compile: what the rows of one pass share."""
+    """What a pass weighs the states with, with gradient; first the weights or queries."""
+    part_parameters: Callable[..., tuple[Tensor | None, ...]]
+    """(rows, columns, mask, alone) -> `pass_parameters` for R rows and R states of a pipeline
+    stage. ``rows`` and ``columns`` are their numbers here, 0 for what is not in this connection.
+    ``mask`` (R, R) is True for the pairs that are, ``alone`` 1 where a row is one state."""
     traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
-    """Inside torch.compile: row k from the states that it reads, and what the rows share."""
+    """Inside torch.compile: row k from the states that it reads and the first of
+    `pass_parameters`."""
 
     def __init__(
         self,
@@ -109,8 +112,12 @@ class DepthConnection(nn.Module):
         p: Tensor | None = next(self.parameters(), None)
         if p is None:
             # Raises, with the name of a parameter that is missing.
-            p = self.traced_weights()
+            p = self.pass_parameters()[0]
         return p.device
+
+    def norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights and biases (L+1, D) of the norms, or None, with gradient."""
+        return None, None
 
     def has_norm(self, k: int) -> bool:
         """Whether state k, or in post-norm row k, has a layer-norm of this connection; index 0

@@ -56,14 +56,14 @@ class RowGrads(NamedTuple):
     """What the kernel of a boundary reads in backward, and what it writes: (T, D) each, or None."""
 
     dx: Tensor | None
-    """Those of x and of the norm's result, as they came in. The kernel makes g_k from both."""
+    """Gradients of x and, below, of the norm's result. The kernel adds them to g_k."""
     dout: Tensor | None
     near: list[int]
     """The rows of the block whose gradients it pulls."""
     pulled: Tensor | None
     """Q_k, from the rows after the block."""
     dbranch: Tensor | None
-    """Written, as all from here on."""
+    """The kernel writes this and everything below."""
     dresidual: Tensor | None
     dnorm_weight: Tensor | None
     """(D,), of the norm behind the row."""
@@ -104,7 +104,7 @@ class DepthPass:
         schedule: which row reads which state when.
         inplace: whether gradients overwrite states.
         begun: what rows begin with in a stage of a pipeline.
-        parameters: what `take_grads` returns the gradients of.
+        parameters: those whose gradients `take_parameter_grads` returns.
     """
 
     op: str

@@ -38,8 +38,8 @@ class ConstantPass(DepthPass):
         self.source_grads: Sequence[tuple | None] = (None,) * rows
         if self.norms[0] is None:
             return
-        # Kernels apply weight and bias to every state. Assigning a number may copy it from the
-        # host, so it is assigned once.
+        # Kernels apply weight and bias to every state. The states without a norm come first: in
+        # these copies they get weight 1 and bias 0, each by one assignment.
         plain = self.has_norm.index(True) if True in self.has_norm else 0
         for p, neutral in zip(self.norms, (1.0, 0.0), strict=True):
             if p is not None:
@@ -265,7 +265,6 @@ class DLCL(DepthConnection):
         return weight
 
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights and biases (L+1, D) of the norms, or None, with gradient."""
         shape, needed = (self.rows, self.dim), self.norm is not None
         weight = self._own("norm_weight", *shape, needed=needed)
         return weight, self._own("norm_bias", *shape, needed=False)
@@ -282,8 +281,15 @@ class DLCL(DepthConnection):
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_weight(), *self.norms()
 
-    def traced_weights(self) -> Tensor:
-        return self.effective_weight()
+    def part_parameters(
+        self, rows: Tensor, columns: Tensor, mask: Tensor, alone: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        weight, *norms = self.pass_parameters()
+        weight = weight.index_select(0, rows).index_select(1, columns)
+        wide = (..., *(None,) * (weight.dim() - 2))
+        index = columns if self.norm == "pre" else rows
+        norms = [None if p is None else p.index_select(0, index) for p in norms]
+        return weight * mask[wide] + alone[wide], *norms
 
     def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
         weight = torch.stack([weights[k, j] for j in self.pattern[k]])

@@ -58,7 +58,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         raise RuntimeError(f"{connection.name}: layer called out of order inside torch.compile")
     history.owner = connection
     if history.traced_weight is None:
-        history.traced_weight = connection.traced_weights()
+        history.traced_weight = connection.pass_parameters()[0]
     norm = None
     if connection.has_norm(k):
         norm_weight, norm_bias = connection.norms()

@@ -22,11 +22,11 @@ SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 _LOSS = re.compile(
     r"if labels is not None:\n"
     r"(?:    labels = labels\.to\(\w+\.device\)\n"
-    r"|    (?P<torchs>\w+) = (?P<kind>(?:nn\.)?CrossEntropyLoss)\(\)\n)*"
+    r"|    (?P<torch_dropout>\w+) = (?P<kind>(?:nn\.)?CrossEntropyLoss)\(\)\n)*"
     r"    (?P<loss>\w+) = (?:"
     r"self\.loss_function\((?:logits=)?(?P<logits>\w+), (?:labels=)?labels, "
     r"(?:vocab_size=)?[\w.]+(?:, \*\*(?P<options>\w+))?\)|"
-    r"(?P=torchs)\((?P<scores>\w+)\.view\(-1, [\w.]+\), labels\.view\(-1\)\))"
+    r"(?P=torch_dropout)\((?P<scores>\w+)\.view\(-1, [\w.]+\), labels\.view\(-1\)\))"
 )
 _TUPLE = (
     r"if not return_dict:\n    output = \({logits},\)(?: \+ \w+\[\d+:\])?\n"

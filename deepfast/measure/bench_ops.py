@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from deepfast import backend
 from deepfast.cases import ops, sentences
-from deepfast.cases.case import Case, Computed, Rows, torchs, tuple_of
+from deepfast.cases.case import Case, Computed, Rows, torch_dropout, tuple_of
 from deepfast.clock import clock_of
 from deepfast.measure.clock import interleave, ratio
 from deepfast.measure.forms import ATTENTION_FORMS, FORMS, mixing_alone
@@ -76,8 +76,9 @@ def _connection(
         named = {f"connection.{name}": p for name, p in parameters.items()}
         return functional_call(mixing, named, (y,))
 
+    op = "boundary" if isinstance(connection, DLCL) else "attention_boundary"
     return Case(
-        name="connection", op="boundary", operands={"y": s.rows.random()} | given,
+        name="connection", op=op, operands={"y": s.rows.random()} | given,
         run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
         how=f"{s.layers} layers: {plain}",
     )  # fmt: skip
@@ -118,7 +119,7 @@ def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
     torch.manual_seed(1)
     case = CASES[op](sizes)
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torchs)}
+    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
 
     def run(form: Callable, backward: bool):
         outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]

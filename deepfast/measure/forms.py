@@ -2,8 +2,8 @@
 deepfast.
 
 A form is called like the module whose parameters it shares, but has its own history: one object is
-one forward pass through a stack, ``x = connect(y)``. All forms of a connection compute the same
-formula and differ in how they sum over layers:
+one forward pass through a stack, ``x = connect(y)``. All forms of a connection compute one
+formula, that of its default options, and differ in how they sum over layers:
 
     DLCL       x_{l+1} = sum_{k<=l} W[l,k] LN_k(y_k), pre-norm
     attention  x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k, full or in blocks, where

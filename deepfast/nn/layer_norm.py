@@ -145,7 +145,7 @@ NORMS: dict[str, Any] = {"layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 
 
 def check_norms(op: str, connection: str, norm: str, norm_kind: str) -> None:
-    """Refuses a kind of norm that there is not, and a stack that cannot do without norms."""
+    """Refuses an unknown kind of norm, and "none" where the connection needs norms."""
     checks.choice(op, NORMS, norm_kind=norm_kind)
     if norm_kind == "none" and (connection not in names("without_norm") or norm != "pre"):
         raise ValueError(

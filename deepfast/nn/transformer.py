@@ -9,7 +9,7 @@ from deepfast import checks
 from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
-from deepfast.nn.connections.base import LayerCall, Options, connection_of, reading_parts
+from deepfast.nn.connections.base import LayerCall, Options, class_of, reading_parts
 from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
@@ -71,7 +71,7 @@ class _Stack(nn.Module):
         about = Options(
             op, connection, num_layers, dim, norm, norm_kind, dropout, dlcl, block, parts, backend
         )
-        self.connection = connection_of(about)
+        self.connection = class_of(connection)(about)
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None

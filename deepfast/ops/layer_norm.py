@@ -21,7 +21,7 @@ def normalise(op: str, x, residual, norm: tuple, dropout_p: float, seed, backend
 
 
 def _probability(op: str, dropout_p: float, training: bool) -> float:
-    """That of dropout: 0 but in training."""
+    """The probability of dropout: 0 outside of training."""
     checks.probability(op, dropout_p)
     checks.flag(op, training=training)
     return dropout_p if training else 0.0

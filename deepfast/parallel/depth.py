@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import Call, DepthConnection
 from deepfast.depth.depth_pass import OutNorm
-from deepfast.depth.dlcl import DLCL
 from deepfast.depth.outside import Begun, later_rows
 from deepfast.parallel.edges import Edge
 
@@ -36,7 +34,7 @@ class StageDepth(DepthConnection):
 
     def __init__(
         self,
-        whole: DLCL | AttentionResiduals,
+        whole: DepthConnection,
         first: int,
         last: int,
         below: Edge | None,
@@ -71,8 +69,8 @@ class StageDepth(DepthConnection):
             states=whole.states, eps=whole.eps, backend=whole.backend,
         )  # fmt: skip
         self.rows, self.norm_kind, self.pass_kind = len(rows), whole.norm_kind, whole.pass_kind
-        if isinstance(whole, AttentionResiduals):
-            self.weights = whole.weights
+        # Of attention residuals: which function makes weights of scores.
+        self.weights = getattr(whole, "weights", None)
         # Not a child: the parameters keep the names that they have in the whole stack.
         self._whole = (whole,)
         self.begins, self.below, self.above = begins, below, above
@@ -91,7 +89,7 @@ class StageDepth(DepthConnection):
         self.agreed = self.summed = False
 
     @property
-    def whole(self) -> DLCL | AttentionResiduals:
+    def whole(self) -> DepthConnection:
         return self._whole[0]
 
     @property
@@ -187,27 +185,10 @@ class StageDepth(DepthConnection):
         return tuple(t for t in (x, sums, lse) if t is not None)
 
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
-        rows, columns, mask, alone = self._weight_constants()
-        whole = self.whole
-        if not isinstance(whole, DLCL):
-            query = whole.effective_query().index_select(0, rows) * mask.any(1, keepdim=True)
-            bias: Tensor | None = None
-            own = whole.own_bias()
-            if own is not None:
-                bias = own.index_select(0, rows).index_select(1, columns) * mask + alone
-            return query, bias
-        weight = whole.effective_weight().index_select(0, rows).index_select(1, columns)
-        wide = (..., *(None,) * (weight.dim() - 2))
-        weight = weight * mask[wide] + alone[wide]
-        index = columns if self.norm == "pre" else rows
-        norm_weight, norm_bias = (
-            None if p is None else p.index_select(0, index) for p in whole.norms()
-        )
-        return weight, norm_weight, norm_bias
+        return self.whole.part_parameters(*self._part())
 
-    def _weight_constants(self) -> tuple[Tensor, ...]:
-        """The numbers of all rows and of as many states, 0 where they are not in the whole; the
-        pairs that are, and the pairs of a row and the state that it is, both (R, R)."""
+    def _part(self) -> tuple[Tensor, ...]:
+        """The arguments of `DepthConnection.part_parameters`."""
         device = self.device
         if device not in self._constants:
             size = len(self.row_numbers)

@@ -107,7 +107,7 @@ def test_a_crash_and_a_hang_cost_one_item(tmp_path):
 def test_stages_and_files():
     assert SMOKE == ("copy", "training ratio")
     assert BENCH[0] == "training"
-    assert set(launches.names("cuda")) < set(launches.names("triton")) == set(LAUNCHES)
+    assert set(launches.names("cuda")) < set(launches.names("triton")) <= set(LAUNCHES)
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert files | {"tests/memory/test_count.py"} <= set(gpu.test_files(dry=False))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepfast import ops
-from deepfast.cases.case import differentiate, torchs
+from deepfast.cases.case import differentiate, torch_dropout
 from deepfast.cli import main
 from deepfast.measure.bench_ops import CASES, Sizes
 
@@ -26,7 +26,7 @@ def test_both_forms_compute_the_same(op):
     case = CASES[op](sizes)
     ours, plain = (
         differentiate(form, case.of_one_dtype(torch.float64), torch.float64)
-        for form in (case.run, partial(case.plain, torchs))
+        for form in (case.run, partial(case.plain, torch_dropout))
     )
     for name in ours:
         torch.testing.assert_close(ours[name], plain[name], check_dtype=False, rtol=1e-5, atol=1e-5)

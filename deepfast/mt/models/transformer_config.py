@@ -187,7 +187,7 @@ class TransformerConfig(ModelConfig):
         for side, connection in sides.items():
             if self.norm != "pre" and CONNECTIONS[connection].pre_norm:
                 raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
-        for option, most, needs in (("block", None, ATTENTION_RESIDUALS[1:]),
+        for option, most, needs in (("block", None, ("block_attnres",)),
                                     ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip
             name = f"{prefix}attnres_{option}"
             if getattr(self, name) is None:

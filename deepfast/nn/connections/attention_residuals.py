@@ -7,6 +7,7 @@ from torch import Tensor
 from deepfast.connections import BLOCKS
 from deepfast.depth.attention_residuals import AttentionResiduals
 from deepfast.depth.boundary import DepthHistory
+from deepfast.depth.connection import DepthConnection
 from deepfast.nn.connections.base import LayerCall, Options, note, part_of, run_layer
 from deepfast.nn.connections.dlcl import Mixed
 from deepfast.nn.layer_norm import Norm
@@ -20,13 +21,19 @@ class Attended(Mixed):
 
     child = "residuals"
 
+    @staticmethod
+    def make_depth(
+        connection: str, num_layers: int, dim: int, norm: str | None, given: dict
+    ) -> DepthConnection:
+        if connection == "block_attnres" and given.get("block") is None:
+            given = given | {"block": -(-num_layers // BLOCKS)}
+        return AttentionResiduals(num_layers, dim, **given)
+
     def make_children(self, options: Options) -> None:
-        block = options.block
-        if options.connection == "block_attnres" and block is None:
-            block = -(-options.num_layers // BLOCKS)
-        self.residuals = AttentionResiduals(
-            options.num_layers, options.dim, reads=self.reads, block=block, states="autocast",
-            backend=options.backend,
+        given = {"reads": self.reads, "block": options.block, "states": "autocast"}
+        self.residuals = self.make_depth(
+            options.connection, options.num_layers, options.dim, options.norm,
+            given | {"backend": options.backend},
         )  # fmt: skip
 
     def pre_norm(

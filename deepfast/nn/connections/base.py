@@ -164,10 +164,10 @@ def note(states: list[Tensor] | None, x: Tensor) -> None:
         states.append(x)
 
 
-def connection_of(options: Options) -> Connection:
-    """The connection of a stack."""
-    module, _, name = CONNECTIONS[options.connection].place.partition(".")
-    return getattr(importlib.import_module(f"deepfast.nn.connections.{module}"), name)(options)
+def class_of(connection: str) -> Any:
+    """The class of a connection, which makes that of a stack."""
+    module, _, name = CONNECTIONS[connection].place.partition(".")
+    return getattr(importlib.import_module(f"deepfast.nn.connections.{module}"), name)
 
 
 def run_layer(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.boundary import DepthHistory
+from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
 from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
 from deepfast.nn.layer_norm import Norm
@@ -46,11 +47,21 @@ class Mixed(Connection):
     child = "dlcl"
     """The name of the depth connection among the children."""
 
+    @staticmethod
+    def make_depth(
+        connection: str, num_layers: int, dim: int, norm: str | None, given: dict
+    ) -> DepthConnection:
+        """The depth connection.
+
+        given: its further arguments, which replace those of the connection's name.
+        """
+        return DLCL(num_layers, dim, **dlcl_options(connection, norm, given))
+
     def make_children(self, options: Options) -> None:
-        given = dlcl_options(options.connection, options.norm, options.dlcl)
-        self.dlcl = DLCL(
-            options.num_layers, options.dim, states="autocast", backend=options.backend,
-            **{"norm_kind": options.norm_kind} | given,
+        given = {"norm_kind": options.norm_kind} | (options.dlcl or {})
+        self.dlcl = self.make_depth(
+            options.connection, options.num_layers, options.dim, options.norm,
+            {"states": "autocast", "backend": options.backend} | given,
         )  # fmt: skip
 
     @property
