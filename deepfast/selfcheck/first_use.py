@@ -82,12 +82,11 @@ def first_line(error: Exception) -> str:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """The user's modes do not reach the check, and the check does not change them.
 
-    Autograd and autocast are off, and so are modes such as a FLOP counter's, a fake mode's and the
-    default device's. Random operands have a generator of their own. All work is on the current
-    stream, in order with the user's.
+    Autocast is off, and so are modes such as a FLOP counter's and the default device's. Random
+    operands need no gradient and have a generator of their own. All work is on the current stream,
+    in order with the user's.
     """
     with (
-        torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepfast import backend, ops, rule
@@ -21,7 +22,7 @@ from tests.kernels.agreement import ABSENT, LOW, numbers
 from tests.kernels.test_attention import CASES, operands, with_results
 from tests.selfcheck import faults
 
-CPU = torch.device("cpu")
+CPU, FP32 = torch.device("cpu"), torch.float32
 FORWARD, BACKWARD = "layer_norm_forward", "layer_norm_backward"
 
 
@@ -229,6 +230,39 @@ def test_the_users_state_is_untouched(device):
         torch.set_default_dtype(torch.float32)
     assert norm_of.dtype == torch.float32
     assert device == [FORWARD, FORWARD]
+
+
+class Functions(TorchFunctionMode):
+    """Lists the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_reach_a_check():
+    """Autocast would round the reference, so that a wrong result looks right beside it."""
+    launch, given = LAUNCHES["attention_forward"], given_for("attention_forward", FP32, 5)
+    reference = backend._runs("attention", "reference")[launch.name]
+
+    def wrong(*operands):
+        reference(*operands)
+        operands[launch.names.index("o")].add_(1e-3)
+
+    with (
+        Functions() as functions,
+        FlopCounterMode(display=False) as counter,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        functions.called.clear()
+        said = first_use.fault(launch, wrong, reference, given, CPU, FP32)
+        assert functions.called == []
+    assert said.startswith("o: error 0.001, allowed ")
+    assert counter.get_total_flops() == 0
 
 
 def test_in_a_capture_the_reference_computes(device, monkeypatch, caplog):
