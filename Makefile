@@ -16,7 +16,7 @@ help:
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
-	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
+	@echo "make systems  train every system small, 1 to 2 hours: runs/systems/systems.md"
 	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
 	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"
 	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
@@ -74,7 +74,7 @@ SEEDS ?= 3
 systems: setup
 	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
 	  $(if $(ROWS),--rows $(ROWS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(THREADS),--threads $(THREADS)) \
-	  $(if $(MEMORY),--memory $(MEMORY)) --write bench/results/systems.md $(SET)
+	  $(if $(MEMORY),--memory $(MEMORY)) $(SET)
 
 gpu:
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)

@@ -205,5 +205,7 @@ def test_the_notebook_draws_the_weights(capsys, monkeypatch):
     assert len(scope["losses"]) == 3
     (figure,) = shown
     assert [axes.get_title() for axes in figure.axes[:2]] == ["before", "after"]
-    assert "output: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "output: " in said
+    assert re.search(r"connected: [\d.]+ s, \d+ MiB", said)
     pyplot.close(figure)

@@ -105,20 +105,3 @@ def copy_bandwidth() -> float:
     """GB/s of a plain copy, read plus written bytes."""
     run, nbytes = copy_variant()
     return nbytes / interleave({COPY: run}, repeats=9)[COPY].median / 1e9
-
-
-def claim(
-    what: str, value: float | None, wanted: float, *, at_most: bool = False, **more: object
-) -> dict:
-    """Prints a number beside its target; returns both as plain values.
-
-    Args:
-        value: None if it was not measured.
-        at_most: whether a smaller number is better.
-        more: further fields of the result.
-    """
-    met = value is not None and (value <= wanted if at_most else value >= wanted)
-    value = None if value is None else round(value, 3)
-    target = f"at {'most' if at_most else 'least'} {wanted}"
-    print(f"  {'ok  ' if met else 'MISS'} {what}: {value} ({target})", flush=True)
-    return {"what": what, "value": value, "target": target, "met": met, **more}

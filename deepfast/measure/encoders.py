@@ -1,7 +1,6 @@
 """The encoders that are compared: deepfast's with different connections, and plain PyTorch's."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
-from deepfast.measure.forms import FORMS
+from deepfast.measure.forms import FORMS, InStack
 from deepfast.measure.settings import Settings
 from deepfast.memory.eager import CHECKPOINTED, EAGER, RESIDUAL, STACK
 from deepfast.memory.sizes import Sizes
@@ -26,33 +25,6 @@ DROPOUT = 0.1
 """The size of the models whose memory is measured."""
 
 
-class FormEncoder(nn.Module):
-    """A pre-norm DLCL encoder whose sum over layers is computed by a form of `measure.forms`.
-
-    Layers, layer-norms and every parameter are those of ``encoder``; only the computation between
-    two layers differs. The last branch of a layer has no dropout here, so ``encoder`` must not have
-    any.
-    """
-
-    def __init__(self, encoder: TransformerEncoder, form: Callable):
-        super().__init__()
-        if not isinstance(encoder.connection.depth, DLCL) or encoder.connection.norm != "pre":
-            raise ValueError("FormEncoder: expected a pre-norm encoder with connection='dlcl'")
-        if encoder.connection.dropout:
-            raise ValueError(f"FormEncoder: expected dropout 0, got {encoder.connection.dropout}")
-        self.encoder, self.form = encoder, form
-
-    def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
-        """Real tokens (T, D) to (T, D)."""
-        connection = self.encoder.connection
-        connect = self.form(connection.depth)
-        x = connect(x_TD)
-        for layer, norm in zip(self.encoder.layers, connection.norms, strict=False):
-            residual, branch = layer(x, normed=norm(x), packing=packing)
-            x = connect(residual + branch)
-        return connection.norms[-1](x)
-
-
 class StepCase:
     """A step at one depth: an input, a target, and all variants over the same parameters."""
 
@@ -66,14 +38,18 @@ class StepCase:
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
-        with torch.device("meta"):
-            plain = TransformerEncoder(*sizes, connection="residual", **options)
-        plain.layers = self.encoder.layers
-        plain.connection.norms = self.encoder.connection.norms
-        self.models: dict[str, TransformerEncoder | FormEncoder] = {
-            name: FormEncoder(self.encoder, form) for name, form in FORMS.items()
-        }
-        self.models |= {RESIDUAL: plain, "deepfast": self.encoder}
+
+        def beside(connection: str) -> TransformerEncoder:
+            """An encoder of the same layers and norms."""
+            with torch.device("meta"):
+                made = TransformerEncoder(*sizes, connection=connection, **options)
+            made.layers, made.connection.norms = self.encoder.layers, self.encoder.connection.norms
+            return made
+
+        self.models = {name: beside("dlcl") for name in FORMS}
+        for name, form in FORMS.items():
+            self.models[name].connection.dlcl = InStack(form, dlcl)
+        self.models |= {RESIDUAL: beside("residual"), "deepfast": self.encoder}
         self.x = torch.randn(settings.tokens, settings.dim)
         self.target = torch.randn(settings.tokens, settings.dim)
         self.packing = Packing(settings.batch, settings.length)

@@ -137,13 +137,13 @@ def _deepest(axes, report: dict) -> None:
         if any(layers)
     }
     axes.set_title("most layers that fit")
-    over_depth(axes, curves, MEMORY, "GiB of the device")
+    over_depth(axes, curves, MEMORY, "GiB of the device", log=True)
 
 
 def _memory(axes, report: dict) -> None:
     """Predicted memory over depth, of `memory_curves`."""
     axes.set_title(report["curves"]["title"])
-    over_depth(axes, report["curves"]["points"], MEMORY)
+    over_depth(axes, report["curves"]["points"], MEMORY, log=True)
 
 
 def _losses(axes, report: dict) -> None:
@@ -238,4 +238,4 @@ def draw_plan(plan: Plan, path: Path) -> None:
         axes = figure.add_subplot()
         axes.set_title(memory_title(plan.sizes))
         line_at(axes, f"budget {format_bytes(plan.budget)}", plan.budget / GIB)
-        over_depth(axes, memory_curves(plan.sizes), MEMORY)
+        over_depth(axes, memory_curves(plan.sizes), MEMORY, log=True)

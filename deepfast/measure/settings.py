@@ -89,7 +89,7 @@ FULL = replace(
     DEFAULT, batch=64, rounds=5, slow_rounds=2, memory_batch=64, memory_dim=256, overrides=(),
     steps=500, twin_steps=200, connection_tokens=1024,
 )  # fmt: skip
-"""The sizes of the README's table."""
+"""Larger sizes."""
 
 QUICK = replace(
     DEFAULT, depths=(2, 4, 8), batch=8, length=8, dim=32, heads=2, ffn_dim=64, rounds=2,

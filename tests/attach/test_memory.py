@@ -311,7 +311,7 @@ if TRANSFORMERS and importlib.util.find_spec("transformers") is not None:
 
 
 def states(make, form):
-    """States a layer: docs/attach.md has the same table."""
+    """States a layer: docs/results.md has the same table."""
     return states_per_layer(make, form, layers=36, dim=64, batch=8, length=32)
 
 

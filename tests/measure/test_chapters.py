@@ -17,14 +17,13 @@ from deepfast.measure.connections import (
     pairs,
     ratios,
 )
-from deepfast.measure.encoders import VARIANTS, EncoderModel, FormEncoder, StepCase
+from deepfast.measure.encoders import VARIANTS, EncoderModel, StepCase
 from deepfast.measure.forms import mixing_alone
 from deepfast.measure.memory_steps import HELD_POLICIES, MODEL
 from deepfast.measure.report_pictures import memory_curves
 from deepfast.measure.settings import DEFAULT, FULL, QUICK
 from deepfast.memory import POLICIES, parse_bytes, plan
 from deepfast.memory.eager import CHECKPOINTED, EAGER, LOOP, RESIDUAL, STACK, eager_peak
-from deepfast.nn import TransformerEncoder
 
 FORMS = [f"{name}: {form}" for name in CONNECTIONS for form in (OURS, PLAIN)]
 SLOW = ("stack and sum", *(form for form in FORMS if form.endswith(PLAIN)))
@@ -44,13 +43,6 @@ def test_all_dlcl_variants_compute_the_same_and_residual_does_not(tiny):
     # They share every parameter, and a run leaves no gradients.
     assert all({id(p) for p in model.parameters()} <= own for model in case.models.values())
     assert all(p.grad is None for p in case.encoder.parameters())
-
-
-def test_a_form_needs_pre_norm_dlcl_without_dropout():
-    with pytest.raises(ValueError, match="connection='dlcl'"):
-        FormEncoder(TransformerEncoder(1, 8, 2, 8, connection="residual"), None)
-    with pytest.raises(ValueError, match=r"dropout 0, got 0\.1"):
-        FormEncoder(TransformerEncoder(1, 8, 2, 8), None)
 
 
 @pytest.mark.parametrize("chapter", [steps.steps, steps.mixing, connections])
