@@ -1,14 +1,15 @@
-"""Time and peak memory of a step over depth: `python -m bench.depth`.
+"""CPU time of one thread and peak memory of a step over depth: `python -m bench.depth`.
 
 Forward and backward of a pre-norm encoder, 1,024 tokens, D=256, fp32, without dropout. DLCL and
 full attention residuals, with two reads a layer, are computed by deepfast and by one fused pass for
-each row, DLCL also by a stack and a sum. The forms take turns. The numbers go to
-bench/results/results.csv, and pictures for light and dark pages beside it. It takes 5 to 10 minutes
-on one thread; ``--draw`` only draws.
+each row, DLCL also by a stack and a sum. The forms take turns; other work on the machine
+disturbs CPU time less than time. The numbers go to bench/results/results.csv, and pictures for light
+and dark pages beside it. It takes 5 to 10 minutes; ``--draw`` only draws.
 """
 
 import argparse
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from bench.claims import peak_bytes, step
 from bench.record import FILE, processor, read, record
+from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, ratio
 from deepfast.measure.forms import AttentionForm, FusedPerLayer, StackAndSum
 from deepfast.measure.pictures import BLUE, COLORS, Look, over_depth, picture
@@ -34,7 +36,7 @@ FORMS = {
     "dlcl_stack": ("stack and sum: DLCL", "dlcl", StackAndSum),
 }
 """Key -> name, connection of the encoder, and what computes it in place of deepfast."""
-PANELS = {"seconds": "Time of a step, seconds", "gib": "Peak memory of a step, GiB"}
+PANELS = {"seconds": "CPU time of a step, seconds", "gib": "Peak memory of a step, GiB"}
 DARK = {
     "text_color": "#c9d1d9", "axes_edgecolor": "#8b949e", "axes_labelcolor": "#c9d1d9",
     "xtick_color": "#c9d1d9", "ytick_color": "#c9d1d9", "grid_color": "#30363d",
@@ -45,18 +47,19 @@ LIGHTER = {GREEN: "#3fc49a", RED: "#f0873f", GREY: "#a9b1ba", BLUE: "#58b0f0"}
 
 def measure(rounds: int) -> None:
     """Records every form at every depth."""
-    command = f"OMP_NUM_THREADS={torch.get_num_threads()} python -m bench.depth"
+    torch.set_num_threads(1)
+    command, clock = "python -m bench.depth", partial(on_cpu, now=time.process_time)
     for depth in DEPTHS:
         runs = {
             key: step(depth, connection, form, sentences=SENTENCES, dropout=0.0)
             for key, (_, connection, form) in FORMS.items()
         }
         peaks = {key: peak_bytes(run) for key, run in runs.items()}
-        rows = interleave(runs, repeats=rounds, warmup=0)
+        rows = interleave(runs, repeats=rounds, warmup=0, clock=clock)
         for key, (name, *_) in FORMS.items():
-            what = f"step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
+            what = f"CPU time of a step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
             record(f"depth_{key}_{depth}_seconds", rows[key].median, "s", what, command)
-            record(f"depth_{key}_{depth}_gib", peaks[key] / 2**30, "GiB", f"peak: {what}", command)
+            record(f"depth_{key}_{depth}_gib", peaks[key] / 2**30, "GiB", what.replace("CPU time", "peak memory"), command)
             value = ratio(rows[key], rows["residual"])
             record(f"depth_{key}_{depth}", value, "x", f"{what}, over plain residual", command)
 
