@@ -3,8 +3,8 @@
 Forward and backward of a pre-norm encoder, 1,024 tokens, D=256, fp32, without dropout. DLCL and
 full attention residuals, with two reads a layer, are computed by deepfast and by one fused pass for
 each row, DLCL also by a stack and a sum. The forms take turns; other work on the machine
-disturbs CPU time less than time. The numbers go to bench/results/results.csv, and pictures for light
-and dark pages beside it. It takes 5 to 10 minutes; ``--draw`` only draws.
+disturbs CPU time less than time. The numbers go to bench/results/results.csv, and pictures for
+light and dark pages beside it. It takes 5 to 10 minutes; ``--draw`` only draws.
 """
 
 import argparse
@@ -57,11 +57,13 @@ def measure(rounds: int) -> None:
         peaks = {key: peak_bytes(run) for key, run in runs.items()}
         rows = interleave(runs, repeats=rounds, warmup=0, clock=clock)
         for key, (name, *_) in FORMS.items():
-            what = f"CPU time of a step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
-            record(f"depth_{key}_{depth}_seconds", rows[key].median, "s", what, command)
-            record(f"depth_{key}_{depth}_gib", peaks[key] / 2**30, "GiB", what.replace("CPU time", "peak memory"), command)
-            value = ratio(rows[key], rows["residual"])
-            record(f"depth_{key}_{depth}", value, "x", f"{what}, over plain residual", command)
+            what = f"step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
+            for kind, unit, value, about in (
+                ("_seconds", "s", rows[key].median, f"CPU time: {what}"),
+                ("_gib", "GiB", peaks[key] / 2**30, f"peak memory: {what}"),
+                ("", "x", ratio(rows[key], rows["residual"]), f"CPU time over residual: {what}"),
+            ):
+                record(f"depth_{key}_{depth}{kind}", value, unit, about, command)
 
 
 def draw(folder: Path) -> None:
