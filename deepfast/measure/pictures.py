@@ -178,7 +178,7 @@ def over_depth(
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
     else:
-        axes.set_xlim(0, depths[-1])
+        axes.set_xlim(0, depths[-1] * 1.02)
         axes.set_ylim(0)
     axes.set_xticks(depths, [f"{d:g}" for d in depths])
     label_ends(axes, curves, look)

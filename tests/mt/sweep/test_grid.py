@@ -82,6 +82,7 @@ def test_refused_with_a_sentence_before_any_run(tmp_path, overs, overrides, sent
 
 def test_the_commands_of_the_page_can_run(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "translation.md").read_text()
+    page = page.replace("\\\n", "")
     commands = re.findall(r"^    deepfast mt sweep (phrases.*)$", page, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
