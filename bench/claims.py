@@ -5,7 +5,6 @@ as it is measured. All groups take about 15 minutes on 2 cores.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -106,7 +105,7 @@ def dlcl(claims: Claims) -> None:
 
 
 def attnres(claims: Claims) -> None:
-    """Full attention residuals: the mixing, its growth with the sources, and a step."""
+    """Full attention residuals: the mixing and a step."""
 
     def make(sources: int) -> Forms:
         residuals = AttentionResiduals(sources - 1, DIM)
@@ -115,33 +114,21 @@ def attnres(claims: Claims) -> None:
         return mixing(residuals, ATTENTION_FORMS)
 
     what = "mixing of full attention residuals, forward and backward"
-    runs = {sources: make(sources) for sources in (49, 97, 193)}
+    runs = {sources: make(sources) for sources in (49, 97)}
     both = runs[97] | {"DLCL": mixing(DLCL(96, DIM), FORMS)["deepfast"]}
     claims.times("attnres_dlcl_97", f"{what}: over that of DLCL, 97 sources, {SIZES}",
                  both, "deepfast", "DLCL")  # fmt: skip
     for key, form, sources in (("list_97", "list", 97), ("stack_49", "stack", 49)):
         about = f"{what}: a {form} over deepfast, {sources} sources, {SIZES}"
         claims.times(f"attnres_{key}", about, runs[sources], form, "deepfast")
-    ours = {str(sources): forms["deepfast"] for sources, forms in runs.items()}
-    rows = interleave(ours, repeats=claims.rounds)
-    for name, many, few in (
-        ("time", rows["193"].median, rows["49"].median),
-        ("bytes", peak_bytes(ours["193"]), peak_bytes(ours["49"])),
-    ):
-        exponent = math.log(many / few) / math.log(193 / 49)
-        record(f"attnres_growth_{name}", exponent, "exponent",
-               f"{what}: growth of {name} from 49 to 193 sources", claims.command)  # fmt: skip
     steps = {name: step(48, name) for name in ("residual", "attnres")}
-    steps["list"] = step(48, "attnres", ATTENTION_FORMS["list"])
     about = f"step: attention residuals, two reads a layer, over plain residual, L=48, {SIZES}"
     claims.times("step_attnres_48", about, steps, "attnres", "residual")
     claims.bytes("bytes_attnres_48", about, steps, "attnres", "residual")
-    about = about.replace("over plain residual", "a list over deepfast")
-    claims.bytes("bytes_attnres_list_48", about, steps, "list", "attnres")
 
 
 def mudd(claims: Claims) -> None:
-    """MUDD: the mixing, one row's sums alone, and a step."""
+    """MUDD: the mixing and a step."""
     keep_memory()
     module = MUDD(24, DIM)
     with torch.no_grad():

@@ -39,12 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--level", type=float, default=1.0, help="dev NLL to count the steps to")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/systems"), help="folder for the runs"
-    )
-    parser.add_argument(
-        "--write", type=Path,
-        help="file for the table; default: systems.md in the folder of the runs. The picture, an "
-        "SVG file, stands beside it",
+        "--output", type=Path, default=Path("runs/systems"),
+        help="folder for the runs, the table systems.md and its picture",
     )  # fmt: skip
     add_process_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every row")
@@ -70,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         f" {name.upper()}={getattr(args, name)}" for name in ("jobs", "threads", "memory")
         if getattr(args, name) != parser.get_default(name)
     )  # fmt: skip
-    path = args.write or args.output / "systems.md"
+    path = args.output / "systems.md"
 
     def write(results: dict[Row, dict[Run, Result]]) -> None:
         """The table and BLEU and dev NLL of every row that has a run."""

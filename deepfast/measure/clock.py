@@ -99,9 +99,3 @@ def copy_variant(nbytes: int = 1 << 27) -> tuple[Callable[[], object], int]:
     source = torch.empty(nbytes, dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * nbytes
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a plain copy, read plus written bytes."""
-    run, nbytes = copy_variant()
-    return nbytes / interleave({COPY: run}, repeats=9)[COPY].median / 1e9

@@ -134,12 +134,17 @@ def test_the_forms_compute_the_same(form, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_claims(results, monkeypatch):
-    def tiny(found):
-        forms = dict.fromkeys(("one", "two"), lambda: None)
-        found.times("tiny", "two over one", forms, "two", "one")
-
-    monkeypatch.setattr(claims, "GROUPS", {"tiny": tiny})
-    assert claims.main(["tiny", "--rounds", "2", "--threads", "1"]) == 0
-    ((key, _),) = record.read()
-    assert key == "tiny"
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", claims.GROUPS)
+def test_claims(results, monkeypatch, group):
+    """Every number that a group measures is one of the file."""
+    known = {key for key, _ in record.read(record.FILE)}
+    for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 2, "TOKENS": 4}.items():
+        monkeypatch.setattr(claims, name, value)
+    monkeypatch.setattr(claims, "SENTENCES", 2)
+    monkeypatch.setattr(claims, "keep_memory", lambda: None)
+    assert claims.main([group, "--rounds", "1", "--threads", "1"]) == 0
+    rows = record.read()
+    assert {key for key, _ in rows} <= known
+    assert len(rows) >= 4
+    assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())
