@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     draw(norms, FILE.parent / "gradients.svg")
     for name, values in norms.items():
         key = re.sub(r"\W+", "_", name.lower())
-        what = f"gradient norm at initialisation: lowest layer over highest, {name}, D={DIM}"
+        what = f"gradient norm at initialisation: lowest layer over highest, {name}"
+        what += f", L={LAYERS}, D={DIM}, {SEEDS} seeds"
         command = "python -m bench.gradients"
         record(f"gradients_{key}", values[0] / values[-1], "x", what, command, "any")
 
