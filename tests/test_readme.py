@@ -65,7 +65,9 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
+    text = path.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    for target in links + re.findall(r' src(?:set)?="([^"]+)"', text):
         assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
