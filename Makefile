@@ -2,21 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml constraints.txt deepfast/launches.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
+SOURCES := setup.py pyproject.toml constraints.txt deepfast/build.py deepfast/launches.py $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 
 # The Python of `make gpu`: that of `make setup` if it exists, else PYTHON.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup test test-all test-avx2 front-end cuda-check report systems gpu docs lint clean
+.PHONY: help setup wheel test test-all test-avx2 front-end cuda-check report systems gpu docs lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
+	@echo "make wheel    build a wheel with the compiled CPU ops for this Python into dist"
 	@echo "make test     run the tests: of many parameters each pair of values"
 	@echo "make test-all run these tests, then every other combination and what starts processes"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
-	@echo "make report   measure, train a 30-layer model, write report/index.html: about 6 minutes"
-	@echo "make systems  train every system small, 1 to 2 hours: bench/results/systems.md"
+	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"
+	@echo "make systems  train every system small, 1 to 2 hours: runs/systems/systems.md"
 	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
 	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"
 	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
@@ -27,20 +28,25 @@ setup: $(VENV)/.installed
 # An installed torch is kept, with its triton: constraints.txt decides only if there is none yet.
 # Torch comes first and alone, because its CUDA builds demand a triton of their own. Triton 3.6's
 # interpreter fails with numpy 2.4. The ops compile while pip fetches the packages of tests and
-# training. The install then links the ops, or says why they do not compile.
+# training. A build that fails is an error, but without a compiler the package works on torch's ops.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q "$$(grep ^torch== constraints.txt)"
 	$(BIN)/python -c 'import importlib.metadata as m; print(*(f"{d.name}=={d.version}".split("+")[0] for d in m.distributions() if d.name in ("torch", "triton")), sep="\n")' > $(VENV)/kept.txt
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
-	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' wheel ninja pybind11
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' ninja pybind11 rich
 	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(extras.get, ("train", "report", "dev")), []), sep="\n")' > $(VENV)/extras.txt
-	$(BIN)/python setup.py build_ext --inplace > $(VENV)/build.log 2>&1 & \
+	$(BIN)/python -m deepfast build > $(VENV)/build.log 2>&1 & \
 	  $(BIN)/pip install -q -c $(VENV)/constraints.txt -r $(VENV)/extras.txt; status=$$?; wait; exit $$status
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'
+	$(BIN)/deepfast build || test -z "$${CXX:-$$(command -v g++ clang++)}"
 	$(BIN)/deepfast info
 	touch $@
+
+# Compiled against the torch of .venv; the wheel serves every torch since 2.10.
+wheel: setup
+	DEEPFAST_BUILD=1 DEEPFAST_BUILD_CUDA=0 $(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
 
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
@@ -68,13 +74,13 @@ front-end: setup
 report: setup
 	$(BIN)/deepfast report --output report
 
-# DATA='train.en train.de' takes two text files, JOBS=4 THREADS=1 MEMORY=8GiB makes several runs at
+# DATA='train.en train.de' takes two text files, JOBS=4 THREADS=1 MEMORY_LIMIT=8GiB makes several runs at
 # once. Finished runs are not made again.
 SEEDS ?= 3
 systems: setup
 	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
 	  $(if $(ROWS),--rows $(ROWS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(THREADS),--threads $(THREADS)) \
-	  $(if $(MEMORY),--memory $(MEMORY)) --write bench/results/systems.md $(SET)
+	  $(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(SET)
 
 gpu:
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)

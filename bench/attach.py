@@ -19,8 +19,8 @@ import deepfast
 from deepfast.memory import LiveBytes
 
 FORMS = (
-    "no connection", "no connection, checkpointed", "literal loop, checkpointed", "keep",
-    "keep, checkpointed", "states", "history",
+    "no connection", "no connection, checkpointed", "literal loop, checkpointed", "none",
+    "keep, checkpointed", "layer", "layer+input",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def states_per_layer(make: Callable, form: str, layers: int, dim: int, batch: in
             found[k] = Literal(layer, k, weight, states)
     elif not form.startswith("no"):
         deepfast.connect(
-            parent, name, norm="post", dim=dim, memory=form.removesuffix(", checkpointed")
+            parent, name, norm="post", dim=dim, recompute=form.removesuffix(", checkpointed")
         )
     x = torch.randn(batch, length, dim)
 

@@ -1,9 +1,6 @@
-"""Benchmarks: `python -m pytest bench`. Rows carry bytes, GB/s and the fraction of a copy."""
+"""Benchmarks: `python -m pytest bench`. `deepfast bench` compares ops with a copy."""
 
-import pytest
 import torch
-
-from deepfast.measure.clock import copy_bandwidth
 
 
 def pytest_configure(config):
@@ -12,9 +9,3 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=2, help="threads of every benchmark")
-
-
-@pytest.fixture(scope="session")
-def copy_gb_per_second() -> float:
-    """Bandwidth of a plain copy, measured in this run; bytes read plus bytes written."""
-    return copy_bandwidth()

@@ -22,8 +22,8 @@ from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.search import DecodingOptions, beam_search
 
 SIZES = {
-    "small": {"dim": 128, "heads": 4, "ffn_dim": 512, "vocab_size": 2000},
-    "base": {"dim": 512, "heads": 8, "ffn_dim": 2048, "vocab_size": 32000},
+    "small": {"dim": 128, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2000},
+    "base": {"dim": 512, "num_heads": 8, "ffn_dim": 2048, "vocab_size": 32000},
 }
 SENTENCES, BEAM, PLAIN = 32, 4, 6
 EOS = 3

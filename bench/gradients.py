@@ -1,22 +1,21 @@
 """Gradients of each layer at initialisation, for stacks with different connections.
 
-    python -m bench.gradients --output bench/results
-
-writes `gradients.svg` and `gradients.md`. In post-norm the gradient of a layer has passed the
-layer-norms of all layers above it, in pre-norm none of them (Wang et al. 2019, section 2). In DLCL
-every later row reads a state, so gradients reach the lowest layers on short paths.
+`python -m bench.gradients` draws bench/results/gradients.svg and records ratios. In
+post-norm the gradient of a layer has passed the layer-norms of all layers above it, in pre-norm
+none of them (Wang et al. 2019, section 2). In DLCL every later row reads a state, so gradients
+reach the lowest layers on short paths.
 """
 
 import argparse
-import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepfast.files import write_atomically
-from deepfast.measure.pictures import COLORS, Look, label_ends, picture
+from bench.record import FILE, record
+from deepfast.measure.pictures import BLUE, COLORS, Look, label_ends, picture
 from deepfast.nn import TransformerEncoder
 from deepfast.ops import linear_cross_entropy
 
@@ -32,14 +31,12 @@ STACKS: dict[str, dict] = {
 STACK_COLORS = {
     "post-norm": COLORS["stack and sum"],
     "pre-norm": "#7a7a7a",
-    "DLCL, post-norm": "#c77700",
+    "DLCL, post-norm": BLUE,
     "DLCL, pre-norm": COLORS["deepfast"],
-    "latent depth, pre-norm": "#7b4fa3",
+    "latent depth, pre-norm": COLORS["DenseFormer form"],
 }
 LAYERS, DIM, HEADS, TOKENS, LENGTH, LABELS = 100, 64, 4, 256, 32, 1000
 SEEDS = 3
-TOLD = (1, 2, 5, 10, 25, 50, 75, 90, 99, 100)
-"""Layers in the table."""
 
 
 def layer_gradients(encoder: TransformerEncoder, x_BSD: Tensor, labels: Tensor) -> Tensor:
@@ -93,41 +90,18 @@ def draw(norms: Mapping[str, Sequence[float]], path: Path) -> None:
         label_ends(axes, curves, look)
 
 
-def table(norms: Mapping[str, Sequence[float]]) -> str:
-    """The numbers as Markdown."""
-    layers = len(next(iter(norms.values())))
-    told = [k for k in TOLD if k <= layers]
-    lines = [
-        "# Gradients at initialisation",
-        "",
-        f"Norm of the gradient of each layer's parameters in an encoder of {layers} layers, "
-        f"D={DIM}, {TOKENS} tokens, cross-entropy",
-        f"under a random projection, geometric mean over {SEEDS} seeds, float32 on a CPU, "
-        f"torch {torch.__version__}:",
-        "`python -m bench.gradients --output bench/results`, with `gradients.svg`.",
-        "",
-        "| layer | " + " | ".join(norms) + " |",
-        "|---" * (len(norms) + 1) + "|",
-    ]
-    for k in told:
-        lines.append(f"| {k} | " + " | ".join(f"{v[k - 1]:.3g}" for v in norms.values()) + " |")
-    ratios = [f"{v[0] / v[-1]:.3g}" for v in norms.values()]
-    slopes = [f"{math.exp(math.log(v[0] / v[-1]) / (layers - 1)):.3f}" for v in norms.values()]
-    lines.append("| lowest over highest | " + " | ".join(ratios) + " |")
-    lines.append("| the same, per layer | " + " | ".join(slopes) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the two files")
-    args = parser.parse_args(argv)
+    parser.parse_args(argv)
     norms = measure()
-    draw(norms, args.output / "gradients.svg")
-    text = table(norms)
-    write_atomically(args.output / "gradients.md", text.encode())
-    print(text, end="")
+    draw(norms, FILE.parent / "gradients.svg")
+    for name, values in norms.items():
+        key = re.sub(r"\W+", "_", name.lower())
+        what = f"gradient norm at initialisation: lowest layer over highest, {name}"
+        what += f", L={LAYERS}, D={DIM}, {SEEDS} seeds"
+        command = "python -m bench.gradients"
+        record(f"gradients_{key}", values[0] / values[-1], "x", what, command, "any")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def deepfast_run(
 ) -> Callable[[], int]:
     torch.manual_seed(1)
     config = TransformerConfig(
-        dim=dim, heads=HEADS, ffn_dim=4 * dim, encoder_layers=encoder, decoder_layers=decoder,
+        dim=dim, num_heads=HEADS, ffn_dim=4 * dim, encoder_layers=encoder, decoder_layers=decoder,
         vocab_size=vocab_size, norm="post", encoder_connection="residual",
     )  # fmt: skip
     return partial(search, Endless(config).eval(), source, length)

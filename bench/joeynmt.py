@@ -55,7 +55,7 @@ def prepare(folder: Path, data: Path) -> None:
 
 def joeynmt_config(folder: Path, args: argparse.Namespace) -> dict:
     side = {
-        "type": "transformer", "num_layers": args.layers, "num_heads": args.heads,
+        "type": "transformer", "num_layers": args.layers, "num_heads": args.num_heads,
         "embeddings": {"embedding_dim": args.dim, "scale": True, "dropout": DROPOUT},
         "hidden_size": args.dim, "ff_size": args.ffn, "dropout": DROPOUT, "layer_norm": "post",
     }  # fmt: skip
@@ -92,7 +92,7 @@ def deepfast_recipe(folder: Path, args: argparse.Namespace) -> dict:
         "data": data | {"vocabulary": str(folder / "pieces.model"), "max_tokens": args.tokens,
                         "max_length": 256},
         "model": {
-            "dim": args.dim, "heads": args.heads, "ffn_dim": args.ffn,
+            "dim": args.dim, "num_heads": args.num_heads, "ffn_dim": args.ffn,
             "encoder_layers": args.layers, "decoder_layers": args.layers,
             "encoder_connection": "residual", "norm": "post", "dropout": DROPOUT,
         },
@@ -130,7 +130,7 @@ def deepfast_speed(folder: Path, args: argparse.Namespace) -> float:
     recipe = folder / "deepfast.yaml"
     recipe.write_text(yaml.safe_dump(deepfast_recipe(folder, args)))
     shutil.rmtree(folder / "deepfast", ignore_errors=True)
-    run([sys.executable, "-m", "deepfast", "train", recipe.name], folder)
+    run([sys.executable, "-m", "deepfast", "mt", "train", recipe.name], folder)
     rows = map(json.loads, (folder / "deepfast" / "metrics.jsonl").read_text().splitlines())
     speeds = [row["target_tokens_per_second"] for row in rows if row["event"] == "train"]
     return statistics.median(speeds[1:])
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4, help="of encoder and decoder each")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--ffn", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--window", type=int, default=10, help="steps between two lines of the log")

@@ -1,19 +1,16 @@
-"""What memory policies save at full size: `python -m bench.memory --output FILE`.
+"""What recompute policies save at full size: `python -m bench.memory`.
 
 Bytes are counted without parameters and their gradients. `deepfast report` measures what policies
-cost in time.
+cost in time. The numbers go to bench/results/results.csv.
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from deepfast.files import write_atomically
-from deepfast.measure.clock import claim
+from bench.record import record
 from deepfast.measure.encoders import DROPOUT, PlainEncoder
 from deepfast.memory import LiveBytes, plan
 from deepfast.memory.eager import CHECKPOINTED, STACK
@@ -48,50 +45,39 @@ def per_token(module: nn.Module, tokens: int) -> float:
 
 def encoder(layers: int) -> nn.Module:
     """A DLCL encoder under the policy that saves most memory."""
-    return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, memory="history")
-
-
-def history_row(layers: int, tokens: int) -> dict:
-    """Activations under the policy that saves most memory."""
-    what = f"GiB of activations under history, L={layers}, T={tokens}, D={DIM}, bf16"
-    return claim(what, activations(encoder(layers), tokens) / GIB, 1.1, at_most=True)
-
-
-def ratio_rows(layers: int, tokens: int) -> list[dict]:
-    """Ratios to the plain forms, at fewer tokens because these need more memory: per token under
-    bf16 autocast, where plain PyTorch's residual stream is fp32, and in pure bf16."""
-    rows = []
-    for how, count in (("bf16 autocast", per_token), ("pure bf16", activations)):
-        found = {"history": count(encoder(layers), tokens)} | {
-            form: count(PlainEncoder(layers, DIM, HEADS, 4 * DIM, form=form), tokens)
-            for form in (STACK, CHECKPOINTED)
-        }
-        where = f"L={layers}, D={DIM}, {how}, T={tokens}"
-        history, stack, plain = (found[form] for form in ("history", STACK, CHECKPOINTED))
-        what = f"bytes of stack and sum over history, {where}"
-        rows.append(claim(what, stack / history, 90, bytes=found))
-        what = f"bytes of history over plain residual, checkpointed, {where}"
-        rows.append(claim(what, history / plain, 1.0, at_most=True, bytes=found))
-    return rows
+    return TransformerEncoder(layers, DIM, HEADS, 4 * DIM, dropout=DROPOUT, recompute="layer+input")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--fewer", type=int, default=512, help="tokens of the plain forms")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    deepest = plan(budget="24GiB", width=DIM, tokens=8192).sizes.layers
-    what = "deepest encoder in 24 GiB by plan, D=512, T=8192, Adam, 6 decoder layers, V=32000"
-    rows = [
-        claim(what, deepest, 340),
-        history_row(args.layers, args.tokens),
-        *ratio_rows(args.layers, args.fewer),
-    ]
-    if args.output is not None:
-        write_atomically(args.output, (json.dumps(rows, indent=2) + "\n").encode())
+    command, sizes = "python -m bench.memory", f"L={args.layers}, D={DIM}"
+    what = f"predicted: deepest encoder in 24 GiB, D={DIM}, T=8192, Adam, 6 decoder layers"
+    deepest = plan(budget="24GiB", dim=DIM, tokens=8192).sizes.num_layers
+    record("deepest_24gib", deepest, "layers", what, command, "any")
+    what = f"activations of a step under layer+input, {sizes}, T={args.tokens}, bf16"
+    found = activations(encoder(args.layers), args.tokens)
+    record(f"history_gib_{args.layers}", found / GIB, "GiB", what, command)
+    # At fewer tokens, because plain forms need more memory. Under autocast the residual stream of
+    # plain PyTorch is fp32.
+    for name, how, count in (
+        ("autocast", "bytes per token, bf16 autocast", per_token),
+        ("bf16", "bytes, pure bf16", activations),
+    ):
+        history = count(encoder(args.layers), args.fewer)
+        stack, checkpointed = (
+            count(PlainEncoder(args.layers, DIM, HEADS, 4 * DIM, form=form), args.fewer)
+            for form in (STACK, CHECKPOINTED)
+        )
+        what = f"{how}: stack and sum over layer+input, {sizes}, T={args.fewer}"
+        record(f"history_stack_{name}_{args.layers}", stack / history, "x", what, command)
+        what = f"{how}: layer+input over plain residual with checkpointing, {sizes}, T={args.fewer}"
+        key = f"history_checkpointed_{name}_{args.layers}"
+        record(key, history / checkpointed, "x", what, command)
     return 0
 
 

@@ -2,8 +2,8 @@
 
     pip install sacremoses        # part of the extra dev
     python -m bench.multi30k tokenise RAW TEXT
-    deepfast train multi30k-tiny data.train_source=TEXT/train.en ...
-    deepfast translate runs/multi30k-tiny/average.pt < TEXT/test_2016_flickr.en > FOUND
+    deepfast mt train multi30k-tiny data.train_source=TEXT/train.en ...
+    deepfast mt translate runs/multi30k-tiny/average.pt < TEXT/test_2016_flickr.en > FOUND
     python -m bench.multi30k score RAW FOUND
 
 RAW is a folder with train.en.gz, train.de.gz, val.* and test_2016_flickr.* of the data's task 1.

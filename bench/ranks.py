@@ -19,7 +19,7 @@ from pathlib import Path
 RECIPE = (
     "phrases-small", "train.max_steps=30", "train.log_every=1", "train.validate_every=1000",
     "train.save_every=1000", "train.average_last=0", "train.tensorboard=false", "data.dev_size=0",
-    "train.threads=1", "model.dim=256", "model.heads=4", "model.ffn_dim=1024",
+    "train.threads=1", "model.dim=256", "model.num_heads=4", "model.ffn_dim=1024",
     "model.encoder_layers=12", "data.max_tokens=2000",
 )  # fmt: skip
 WARM_UP = 5
@@ -31,7 +31,7 @@ def speeds(ranks: int, folder: Path, overrides: list[str]) -> list[float]:
     program = [sys.executable]
     if ranks > 1:
         program += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*program, "-m", "deepfast", "train", *RECIPE, *overrides, f"output={folder}"]
+    command = [*program, "-m", "deepfast", "mt", "train", *RECIPE, *overrides, f"output={folder}"]
     # As many cores as ranks, in both cases one for each.
     cores = sorted(os.sched_getaffinity(0))[:ranks]
     subprocess.run(

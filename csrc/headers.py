@@ -9,7 +9,9 @@ checks itself from the dispatcher's arguments.
 import runpy
 from pathlib import Path
 
-TABLE = Path(__file__).parents[1] / "deepfast" / "launches.py"
+# In an installed package this folder lies inside of it, in a clone beside it.
+_FOLDER = Path(__file__).resolve().parents[1]
+TABLE = _FOLDER / ("launches.py" if (_FOLDER / "launches.py").exists() else "deepfast/launches.py")
 
 WRITTEN = "// Written by the build from deepfast/launches.py."
 NUMBERS = {"int": "int64_t", "float": "double", "bool": "bool", "int[]": "Indices"}

@@ -1,10 +1,11 @@
 """Chooses the implementation (backend) of an op, with a reason for each one that is not chosen.
 
 ``backend=None`` takes the backend in the environment variable DEEPFAST_BACKEND. Where that is not
-set, it takes the first of `BACKENDS` that can run the op and is a default. On a GPU a kernel is a
-default where it was proved on that machine (`deepfast.proof`), and the fastest at the op's width
-comes first. There is no silent fallback: `explain` gives the reason for every backend that was not
-chosen, `deepfast info` prints the reasons, and `record` lists what ran.
+set, it takes the first of `BACKENDS` that can run the op and is a default. On a GPU the table in
+`deepfast.rule` says which kernels are defaults, and each variant of a kernel is checked before its
+first use (`deepfast.selfcheck.first_use`). There is no silent fallback: `explain` gives the reason
+for every backend that was not chosen, `deepfast info` prints the reasons, a failed check is a
+warning, and `record` lists what was chosen.
 
 From above to below: which backends can run an op (`refusal`), which of them are defaults
 (`reserve`, `explain`), and the choice (`preview`, `choose`), which is kept.
@@ -15,17 +16,20 @@ import functools
 import importlib
 import importlib.util
 import os
+import shutil
+import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from deepfast import library, rule
 from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.launches import LAUNCHES
-from deepfast.proof import known
-from deepfast.proof import table as tables
+from deepfast.selfcheck import first_use, store
+from deepfast.selfcheck.first_use import BackendError
 
 BACKENDS = ("cuda", "triton", "varlen", "cpu", "sdpa", "reference")
 """In the order of choice. varlen and sdpa are torch's own attention; the rest are deepfast's."""
@@ -61,32 +65,13 @@ kernels run them, because a model has one ``backend`` for all its ops."""
 CAPABILITY = (8, 0)
 """The lowest compute capability that the CUDA kernels are built for."""
 
-PROVABLE = {"cuda": ("cuda", "triton")}
-"""By type of device the backends that become a default where they were proved on the machine."""
+CHECKED = {"cuda": ("cuda", "triton")}
+"""By type of device the backends whose kernels are checked before their first use."""
 
 Device = torch.device | str
 
 
-class BackendError(RuntimeError):
-    """No backend can run the op, or the requested one cannot."""
-
-
-def _load_compiled():
-    try:
-        found = importlib.import_module("deepfast._C")
-    except ImportError as error:
-        return None, f"deepfast._C does not load ({error}); was a C++ compiler there at install?"
-    for name, launch in LAUNCHES.items():
-        built = getattr(torch.ops.deepfast, name, None)
-        if built is None or [a.name for a in built.default._schema.arguments] != [*launch.names]:
-            raise ImportError(
-                f"deepfast: {found.__file__} was built from other sources, its {name} is not the "
-                "one of deepfast/launches.py; install deepfast again, or run make setup in a clone"
-            )
-    return found, None
-
-
-_C, _C_REASON = _load_compiled()
+_C, _C_REASON = library.load()
 
 
 # OpenMP may give parallel loops fewer threads than torch reports. Only the environment is read: a
@@ -130,7 +115,8 @@ def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | No
         return _C_REASON
     built = _C.build_info()
     if built["cuda"] is None:
-        return f"deepfast._C was built without CUDA: {built['no_cuda']}"
+        why = f"the C++ ops were compiled without CUDA: {built['no_cuda']}"
+        return f"{why}; with nvcc and a torch for CUDA `deepfast build` adds it"
     if device.type != "cuda":
         return f"tensors are on {device.type}, not cuda"
     for i in _visible(device):
@@ -162,13 +148,28 @@ def _triton_module(name: str):
         return None, f"deepfast.kernels.{name} does not load ({error})"
 
 
+def _launch_refusal() -> str | None:
+    """Why Triton cannot launch a kernel: it compiles each launcher in C, when it is first used."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        return "Triton compiles C at a first launch: expected gcc, clang or the program in CC"
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names another folder; Triton does the same.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    folder = sysconfig.get_paths(scheme)["include"]
+    if not os.path.exists(f"{folder}/Python.h"):
+        return f"Triton compiles C at a first launch: expected Python's headers in {folder}"
+    return None
+
+
 def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "Triton kernels compute in float32"
     interpreted = device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device_type != "cuda" and not interpreted:
         return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
-    return next(filter(None, (_triton_module(name)[1] for name in KERNEL_FILES[op])), None)
+    reasons = (_triton_module(name)[1] for name in KERNEL_FILES[op])
+    return next(filter(None, reasons), None if interpreted else _launch_refusal())
 
 
 def _torch_refusal(op: str, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
@@ -214,32 +215,27 @@ def refusal(
     return f"expected one of {', '.join(BACKENDS)}"
 
 
-def cuda_build() -> str | None:
-    """What the kernels of backend cuda were compiled for; None where there are none."""
-    if emulated is not None:
-        return "emulated"
-    built = build_info()
-    return f"{built['cuda']}, nvcc {built['nvcc']}" if built.get("cuda") else None
-
-
-def provable(op: str, device: torch.device) -> dict[str, list[str]]:
-    """The backends that can be proved for ``op`` on ``device``, with their dtypes."""
-    names = [n for n in PROVABLE.get(device.type, ()) if op != "attention" or n not in SDPA]
+def checkable(op: str, device: torch.device) -> dict[str, list[str]]:
+    """The backends whose kernels for ``op`` can be checked on ``device``, with their dtypes."""
+    names = [n for n in CHECKED.get(device.type, ()) if op != "attention" or n not in SDPA]
     found = {n: [dtype_name(d) for d in DTYPES if refusal(op, n, device, d) is None] for n in names}
     return {name: dtypes for name, dtypes in found.items() if dtypes}
 
 
-def reserve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def reserve(
+    op: str, backend: str, device: torch.device, dtype: torch.dtype, dim: int | None = None
+) -> str | None:
     """Why ``backend``, which can run the op, is not a default; None where it is one."""
     ask = f"request it with backend={backend!r}"
     if backend == "cuda" and op == "attention":
         return "it is torch's sdpa under another name"
-    if backend in PROVABLE.get(device.type, ()):
-        found = known.entry(op, device, dtype_name(dtype), cuda_build())
-        if found is None or backend not in found["errors"]:
-            return f"{known.missing(device)}; {ask}"
-        error = found["errors"][backend]
-        return None if error is None else f"failed its proof here ({error}); {ask}"
+    if backend in CHECKED.get(device.type, ()):
+        gpus = _visible(device) if device.type == "cuda" else []
+        reason = rule.why_not(op, backend, gpus, dtype, dim)
+        if reason is None:
+            error = store.error_of(op, backend, device, dtype_name(dtype))
+            reason = error and f"it failed its check here ({error})"
+        return reason and f"{reason}; {ask}"
     reasons = {
         "triton": "Triton's interpreter is for tests", "cuda": "the emulator is for tests",
         "varlen": "it has no dropout",
@@ -253,7 +249,7 @@ def explain(
     """For every backend the reason why it is not chosen; None where it may be chosen."""
     device = torch.device(device)
     return {
-        name: refusal(op, name, device, dtype, dim) or reserve(op, name, device, dtype)
+        name: refusal(op, name, device, dtype, dim) or reserve(op, name, device, dtype, dim)
         for name in BACKENDS
         if op == "attention" or name not in ("varlen", "sdpa")
     }
@@ -267,7 +263,7 @@ def asked(requested: str | None = None) -> str | None:
 def preview(
     op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
 ):
-    """What `choose` returns, by what is known now: nothing is proved."""
+    """What `choose` returns; it is neither kept nor recorded."""
     if requested == "cuda" and op in NO_CUDA:
         requested = "triton"
     device = torch.device(device)
@@ -275,14 +271,13 @@ def preview(
         reasons = {requested: refusal(op, requested, device, dtype, width)}
     else:
         reasons = explain(op, device, dtype, width)
-        if device.type in PROVABLE:
-            found = known.entry(op, device, dtype_name(dtype), cuda_build())
-            # Of several defaults the one that was fastest at this width comes first.
-            first = found and tables.fastest(found, width)
-            reasons = dict(sorted(reasons.items(), key=lambda item: item[0] != first))
+    default = requested is None and device.type in CHECKED
+    if default and first_use.mode() == "require":
+        _require_right(op, device, dtype)
     for name, reason in reasons.items():
         if reason is None:
-            return name, _launchers(op, name)
+            check = default and name in CHECKED[device.type] and first_use.mode() != "off"
+            return name, _launchers(op, name, check)
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     who = "no backend" if requested is None else f"backend {requested!r}"
     can = "can" if requested is None else "cannot"
@@ -293,44 +288,51 @@ _choices: dict[tuple, tuple[str, SimpleNamespace | None]] = {}
 
 
 def forget() -> None:
-    """Makes every choice anew, by the tables on disk."""
+    """Makes every choice again, by the results on disk."""
     _choices.clear()
-    known.forget()
+    first_use.forget()
 
 
-def _resolve(op: str, requested: str | None, device, dtype: torch.dtype, width: int | None):
-    """The choice; kept unless a later call may know more. Proves an op at its first use."""
-    at, settled = torch.device(device), True
-    if requested is None and at.type in PROVABLE and dtype != torch.float64:
-        settled, changed, wrong = known.settle(
-            op, at, dtype_name(dtype), provable(op, at), cuda_build()
-        )
-        if changed:
-            _choices.clear()
-        if wrong is not None:
-            raise BackendError(wrong)
-    found = preview(op, requested, at, dtype, width)
-    if settled:
-        _choices[op, requested, device, dtype, width] = found
-    return found
+def _require_right(op: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises where a kernel of the op has failed its check on the device."""
+    for name in CHECKED[device.type]:
+        if error := store.error_of(op, name, device, dtype_name(dtype)):
+            raise BackendError(
+                f"DEEPFAST_SELFCHECK=require: {op} {name} {dtype_name(dtype)}: expected a kernel "
+                f"that is right, got {error}"
+            )
 
 
-def _launchers(op: str, name: str) -> SimpleNamespace | None:
-    """The launches of ``op``, which take their operands by name; None for torch's own attention."""
+def _launchers(op: str, name: str, check: bool = False) -> SimpleNamespace | None:
+    """The launches of ``op``, which take their operands by name; None for torch's own attention.
+
+    check: whether each variant is checked before its first use.
+    """
     if op == "attention" and name in ("varlen", *SDPA):
         return None
+    runs = _runs(op, name)
+    if check:
+        references = _runs(op, "reference")
+        runs = {
+            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear)
+            for f, run in runs.items()
+        }
+    return SimpleNamespace(**{f: LAUNCHES[f].by_name(run) for f, run in runs.items()})
+
+
+def _runs(op: str, name: str) -> dict[str, Callable[..., None]]:
+    """The launches of ``op``, which take their operands in order."""
     if name in ("cpu", "cuda"):
         # cpu and cuda are one library; the dispatcher chooses by the tensors' device.
         ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
         # The function inside of an op of torch, which calls the dispatcher, costs less time.
-        found = {f: LAUNCHES[f].by_name(getattr(ops, f).default._op) for f in OPS[op]}
-        return SimpleNamespace(**found)
+        return {f: getattr(ops, f).default._op for f in OPS[op]}
     if name == "reference":
         modules = [importlib.import_module(f"deepfast.reference.{op}")]
     else:
         modules = [_triton_module(file)[0] for file in KERNEL_FILES[op]]
     launchers = {f: next(getattr(m, f) for m in modules if hasattr(m, f)) for f in OPS[op]}
-    return SimpleNamespace(**{f: LAUNCHES[f].of_record(run) for f, run in launchers.items()})
+    return {f: LAUNCHES[f].in_order(run) for f, run in launchers.items()}
 
 
 _records: list[list[tuple[str, str]]] = []
@@ -341,10 +343,9 @@ def choose(
 ):
     """The name of the backend that runs the op, and its launch functions.
 
-    device: of the tensors. A bare "cuda" stands for any GPU of the machine: where they are of
-        several kinds, no kernel is a default for it.
+    device: of the tensors. A bare "cuda" stands for any GPU of the machine.
     width: channels of a row; of attention `attention_width`. It decides whether rows are too wide
-        for a GPU backend, and which times apply.
+        for a GPU backend, and what the rule chooses.
 
     Raises:
         BackendError: with the reason, where the requested backend (or every one) cannot run the op.
@@ -356,19 +357,22 @@ def choose(
             f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"
         )
     kind = device if isinstance(device, str) else device.type
-    if kind not in PROVABLE and requested != "cuda":
+    if kind not in CHECKED and requested != "cuda":
         width = None  # Here it does not matter.
-    found = _choices.get((op, requested, device, dtype, width))
-    name, launchers = found or _resolve(op, requested, device, dtype, width)
+    asked_for = op, requested, device, dtype, width
+    found = _choices.get(asked_for)
+    if found is None:
+        found = _choices[asked_for] = preview(op, requested, device, dtype, width)
+    name, launchers = found
     for seen in _records:
         seen.append((op, name))
     return name, launchers
 
 
 def attention_width(device: torch.device, queries: int, keys: int) -> int | None:
-    """The longest sentences as `choose` takes them for attention: the next length that is timed,
+    """The longest sentences as `choose` takes them for attention: a range of lengths has one size,
     so that a compiler makes one version for each range and not for each length."""
-    return tables.length(queries, keys) if device.type in PROVABLE else None
+    return rule.length_class(queries, keys) if device.type in CHECKED else None
 
 
 def chosen(

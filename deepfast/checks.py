@@ -132,11 +132,11 @@ def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> No
 
 
 def choice(op: str, allowed: Iterable[object], **values: object) -> None:
-    """One of a few texts or None, each under the name of its argument."""
+    """One of a few values, each under the name of its argument."""
     allowed = tuple(allowed)
     for name, value in values.items():
-        # An array or a tensor compares by element.
-        if not isinstance(value, str | None) or value not in allowed:
+        # By type first: an array or a tensor compares by element.
+        if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(map(str, allowed))
             raise ValueError(f"{op}: {name} must be one of {known}, got {shown(value)}")
 

@@ -39,6 +39,16 @@ def require(module: str, purpose: str) -> ModuleType:
         ) from error
 
 
+def cache_folder() -> Path:
+    """The user's folder for what deepfast keeps: DEEPFAST_CACHE, or else XDG's."""
+    if given := os.environ.get("DEEPFAST_CACHE"):
+        return Path(os.path.expanduser(given))
+    # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
+    # and a folder of that name in the working folder serves.
+    home = Path(os.path.expanduser("~"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A stream whose content becomes the file at the end of the block. If the block fails, the file

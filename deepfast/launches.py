@@ -103,10 +103,10 @@ class Launch:
         call.__name__ = call.__qualname__ = self.name
         return call
 
-    def of_record(self, launcher: Callable) -> Callable[..., None]:
-        """A launcher in Python, which takes a record, as a function that takes operands by name."""
+    def in_order(self, launcher: Callable) -> Callable[..., None]:
+        """A launcher in Python, which takes a record, as a function of the operands in order."""
         record = self.record
-        return self.by_name(lambda *operands: launcher(record(*operands)))
+        return lambda *operands: launcher(record(*operands))
 
     @property
     def schema(self) -> str:

@@ -7,7 +7,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 # README.md is no page: index.md says what it says.
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*")
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "examples/*.ipynb")
 
 
 def on_files(files, config):
@@ -21,5 +21,6 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, **_):
     """Pages of docs/ reach those outside without ``../``, which have come to lie beside them."""
     if page.file.generated_by:
-        return re.sub(r"\]\(docs/", "](", markdown)
-    return re.sub(r"\]\(\.\./(?=[\w/]*(?:results/|CHANGELOG|CONTRIBUTING))", "](", markdown)
+        return re.sub(r"\]\((\.\./\.\./)?docs/", r"](\1", markdown)
+    outside = r"\]\(\.\./(?=[\w/]*(?:results/|examples/|CHANGELOG|CONTRIBUTING))"
+    return re.sub(outside, "](", markdown)

@@ -33,7 +33,7 @@ class Reverser(nn.Module):
         self.symbols = nn.Embedding(SYMBOLS, dim)
         self.places = nn.Parameter(torch.randn(LENGTH, dim))
         self.encoder = deepfast.nn.TransformerEncoder(
-            layers, dim, heads=4, ffn_dim=4 * dim, dropout=0.0, memory="history"
+            layers, dim, num_heads=4, ffn_dim=4 * dim, dropout=0.0, recompute="layer+input"
         )
         self.output = nn.Linear(dim, SYMBOLS, bias=False)
 

@@ -7,7 +7,7 @@
 The encoder has more layers than it needs. It learns a probability for each layer, and a term of the
 loss pulls their sum to --keep. At the end the layers below the threshold are left out. Li et al.,
 Deep Transformers with Latent Depth, 2020, train 96 layers so, and say that latent depth needs no
-layer norms: --norm-kind none leaves them out. Then each branch begins smaller, by the square root
+layer norms: --norm-type none leaves them out. Then each branch begins smaller, by the square root
 of the number of branches. As in BERT, 15% of the pieces are to be predicted; of them 80% become a
 mask, 10% another piece, 10% stay.
 """
@@ -34,8 +34,8 @@ class MaskedLanguageModel(nn.Module):
     """
 
     def __init__(
-        self, pieces: int, layers: int, keep: float | None, dim: int, heads: int, steps: int,
-        norm_kind: str = "layer",
+        self, pieces: int, layers: int, keep: float | None, dim: int, num_heads: int, steps: int,
+        norm_type: str = "layer",
     ):  # fmt: skip
         super().__init__()
         self.dim, self.mask = dim, pieces
@@ -45,12 +45,12 @@ class MaskedLanguageModel(nn.Module):
         latent = {"target_layers": keep, "target_weight": 0.1, "hard": True, "lr_scale": 20.0,
                   "soft_steps": steps // 4, "anneal_steps": steps // 4}  # fmt: skip
         self.encoder = deepfast.nn.TransformerEncoder(
-            layers, dim, heads, 4 * dim, norm_kind=norm_kind, activation="gelu",
+            layers, dim, num_heads, 4 * dim, norm_type=norm_type, activation="gelu",
             **({"connection": "residual"} if keep is None
                else {"connection": "latent", "latent": latent}),
         )  # fmt: skip
 
-        if norm_kind == "none":
+        if norm_type == "none":
             # Otherwise the sum of the branches of 96 layers overflows before the first step.
             with torch.no_grad():
                 for layer in self.encoder.layers:
@@ -101,13 +101,14 @@ def batches(lines: Sequence[str], vocabulary: Vocabulary, max_tokens: int) -> It
 
 
 def train(
-    lines: Sequence[str], *, layers: int, keep: float | None, dim: int, steps: int, heads: int = 4,
-    vocab_size: int = 8000, max_tokens: int = 2048, lr: float = 1e-3, norm_kind: str = "layer",
+    lines: Sequence[str], *, layers: int, keep: float | None, dim: int, steps: int,
+    num_heads: int = 4,
+    vocab_size: int = 8000, max_tokens: int = 2048, lr: float = 1e-3, norm_type: str = "layer",
 ) -> tuple[MaskedLanguageModel, list[float]]:  # fmt: skip
     """Returns the model and the loss of every step."""
     torch.manual_seed(0)
     vocabulary = Vocabulary.train(lines, vocab_size, at_most=True)
-    model = MaskedLanguageModel(len(vocabulary), layers, keep, dim, heads, steps, norm_kind)
+    model = MaskedLanguageModel(len(vocabulary), layers, keep, dim, num_heads, steps, norm_type)
     latent = model.latent
     others = [p for p in model.parameters() if latent is None or p is not latent.logits]
     groups: list[dict] = [{"params": others}]
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--keep", type=float, default=6, help="how many layers should stay")
     parser.add_argument("--static", action="store_true", help="use all layers; no latent depth")
-    parser.add_argument("--norm-kind", choices=("layer", "rms", "none"), default="layer")
+    parser.add_argument("--norm-type", choices=("layer", "rms", "none"), default="layer")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
@@ -146,7 +147,7 @@ def main() -> None:
         lines = read_lines(args.text)
     model, _ = train(
         lines, layers=args.layers, keep=None if args.static else args.keep, dim=args.dim,
-        steps=args.steps, norm_kind=args.norm_kind,
+        steps=args.steps, norm_type=args.norm_type,
     )  # fmt: skip
     if model.latent is None:
         return

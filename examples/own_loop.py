@@ -20,9 +20,9 @@ SYMBOLS, LONGEST = 10, 12
 class Block(nn.Module):
     """A pre-norm Transformer block over packed tokens (T, D)."""
 
-    def __init__(self, dim: int, heads: int, dropout: float):
+    def __init__(self, dim: int, num_heads: int, dropout: float):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.num_heads, self.dropout = num_heads, dropout
         self.norm1, self.norm2 = deepfast.nn.LayerNorm(dim), deepfast.nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
@@ -30,7 +30,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         # The norm and the product in one op: the normalised x is not kept for backward.
         qkv = ops.norm_linear(x, self.norm1.weight, self.norm1.bias, self.qkv.weight, self.qkv.bias)
-        q, k, v = qkv.unflatten(1, (3, self.heads, -1)).unbind(1)
+        q, k, v = qkv.unflatten(1, (3, self.num_heads, -1)).unbind(1)
         a = ops.attention(
             q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=LONGEST,
             max_seqlen_k=LONGEST,
@@ -47,11 +47,11 @@ class Block(nn.Module):
 class Reverser(nn.Module):
     """Blocks, each of which reads all blocks below it."""
 
-    def __init__(self, layers: int, dim: int, heads: int = 4, dropout: float = 0.0):
+    def __init__(self, layers: int, dim: int, num_heads: int = 4, dropout: float = 0.0):
         super().__init__()
         self.symbols = nn.Embedding(SYMBOLS, dim)
         self.from_start, self.from_end = nn.Embedding(LONGEST, dim), nn.Embedding(LONGEST, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, num_heads, dropout) for _ in range(layers))
         self.connect = deepfast.nn.DLCL(layers, dim)
         self.norm = deepfast.nn.LayerNorm(dim)
 

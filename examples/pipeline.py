@@ -48,7 +48,7 @@ def make_part(layers: int, dim: int, stages: int, index: int) -> Part:
     # checkpoint, load it into the encoder here.
     torch.manual_seed(0)
     encoder = deepfast.nn.TransformerEncoder(
-        layers, dim, heads=4, ffn_dim=4 * dim, dropout=0.0, memory="history"
+        layers, dim, num_heads=4, ffn_dim=4 * dim, dropout=0.0, recompute="layer+input"
     )
     stage = deepfast.parallel.split(encoder, stages)[index]
     if index == 0:
@@ -88,7 +88,7 @@ def save(stage: deepfast.parallel.EncoderStage, layers: int, dim: int) -> None:
     """Gathers the stages' parameters: they are those of the whole encoder, by the same names."""
     states: list = [None] * stage.stages
     dist.all_gather_object(states, stage.state_dict())
-    encoder = deepfast.nn.TransformerEncoder(layers, dim, heads=4, ffn_dim=4 * dim)
+    encoder = deepfast.nn.TransformerEncoder(layers, dim, num_heads=4, ffn_dim=4 * dim)
     encoder.load_state_dict({name: p for state in states for name, p in state.items()})
     if stage.above is None:
         print(f"gathered {len(encoder.state_dict())} parameters")

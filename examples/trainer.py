@@ -29,7 +29,7 @@ def make_model(layers: int, dim: int) -> BertForSequenceClassification:
     )  # fmt: skip
     # Backward runs each layer again, so that training keeps one state of it and nothing else.
     Model = deepfast.connected(
-        BertForSequenceClassification, "bert.encoder", norm="post", memory="history"
+        BertForSequenceClassification, "bert.encoder", norm="post", recompute="layer+input"
     )
     return Model(config)
 

@@ -187,7 +187,7 @@ def _tests(arguments: list[str], workers: str) -> str | None:
 
 
 def _build() -> str | None:
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    command = [sys.executable, "-m", "deepfast", "build"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return None if done.returncode == 0 else "it does not compile"
 

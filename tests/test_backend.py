@@ -1,13 +1,10 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from deepfast import backend, ops
 from deepfast.backend import BackendError
-from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
 DTYPES = list(backend.DTYPES)
@@ -37,15 +34,6 @@ def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
     assert reasons[chosen] is None
 
 
-@pytest.mark.parametrize("name", ["layer_norm_forward", "layer_norm_of_tomorrow"])
-def test_a_library_of_other_sources_is_refused(monkeypatch, name):
-    launch = LAUNCHES["layer_norm_forward"]
-    later = dataclasses.replace(launch, name=name, operands=launch.operands[1:])
-    monkeypatch.setitem(LAUNCHES, name, later)
-    with pytest.raises(ImportError, match=f"built from other sources, its {name} is not the one"):
-        backend._load_compiled()
-
-
 def test_reasons_say_what_is_wrong():
     assert "on cpu, not cuda" in backend.refusal("attention", "cuda", "cpu", torch.float32)
     assert "compute in float32" in backend.refusal("layer_norm", "cuda", "cuda", torch.float64)
@@ -56,7 +44,7 @@ def test_reasons_say_what_is_wrong():
 
 
 def test_triton_is_no_default(monkeypatch):
-    """In the interpreter it runs on request; on a GPU it is the default where it was proved."""
+    """In the interpreter it runs on request; on a GPU it is the default."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.refusal("layer_norm", "triton", "cpu", torch.float32) is None
     assert (
@@ -67,6 +55,21 @@ def test_triton_is_no_default(monkeypatch):
         assert backend.refusal(op, "triton", "cuda", torch.bfloat16) is None
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "on cpu, not cuda" in backend.refusal("layer_norm", "triton", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("missing", ["compiler", "Python.h"])
+def test_triton_without_a_c_compiler_is_refused(monkeypatch, tmp_path, missing):
+    """Nothing is launched to find out."""
+    monkeypatch.delenv("CC", raising=False)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        said = "Triton compiles C at a first launch: expected gcc, clang or the program in CC"
+    else:
+        monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+        said = f"Triton compiles C at a first launch: expected Python's headers in {tmp_path}"
+    assert backend.explain("layer_norm", "cuda", torch.bfloat16)["triton"] == said
+    with pytest.raises(BackendError, match="Triton compiles C at a first launch"):
+        backend.choose("layer_norm", "triton", "cuda", torch.bfloat16)
 
 
 def every_op(**kwargs):

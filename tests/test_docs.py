@@ -32,7 +32,7 @@ def test_each_public_name_is_in_the_api_reference(part):
 
 def read_variables():
     """The variables of deepfast that the code names: in Python all, in C++ those of getenv."""
-    files = [ROOT / "setup.py", ROOT / "Makefile", ROOT / "csrc" / "build.py"]
+    files = [ROOT / "setup.py", ROOT / "Makefile"]
     for folder in ("deepfast", "kernels", "bench"):
         files += (ROOT / folder).rglob("*.py")
     for path in files:

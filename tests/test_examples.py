@@ -86,7 +86,7 @@ def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     real_train = example.train
     monkeypatch.setattr(example, "train", train)
     words = ["--layers", "3", "--keep", "2", "--dim", "16", "--steps", "25", "--text", str(text)]
-    words += ["--norm-kind", "none", *(["--static"] if static else [])]
+    words += ["--norm-type", "none", *(["--static"] if static else [])]
     monkeypatch.setattr("sys.argv", ["latent_mlm.py", *words])
     example.main()
     ((model, losses),) = trained
@@ -205,5 +205,7 @@ def test_the_notebook_draws_the_weights(capsys, monkeypatch):
     assert len(scope["losses"]) == 3
     (figure,) = shown
     assert [axes.get_title() for axes in figure.axes[:2]] == ["before", "after"]
-    assert "output: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "output: " in said
+    assert re.search(r"connected: [\d.]+ s, \d+ MiB", said)
     pyplot.close(figure)

@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> proof, launches,
-#   reference
-#   checks, connections, dtypes and files lie at the bottom.
+#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
+#   -> launches, reference, library
+#   checks, connections, dtypes, files and renamed lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
+BOTTOM = {"checks", "connections", "dtypes", "files", "renamed", "version"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth", "memory"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
@@ -25,17 +25,21 @@ ALLOWED = {
     "connections": set(),
     "dtypes": set(),
     "files": set(),
+    "renamed": set(),
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
-    "proof": {"files"},
+    "rule": set(),
+    "library": {"files"},
+    "build": {"library", "files"},
+    "selfcheck": {"dtypes", "files", "launches", "library", "reference", "version"},
     "clock": set(),
-    "backend": {"dtypes", "launches", "reference", "kernels", "proof"},
+    "backend": {"dtypes", "launches", "library", "reference", "kernels", "rule", "selfcheck"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "memory": {"depth"} | OPS,
     "nn": NN,
-    "cases": {"clock", "proof", *NN},
+    "cases": {"clock", "selfcheck", *NN},
     "attach": NN,
     "integrations": NN,
     "parallel": NN,
@@ -46,7 +50,7 @@ ALLOWED = {
     "mt.training": {"mt", "mt.search", *MODELS},
     "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
     "measure": {"cases", "clock", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
-    "cli": {"proof", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
+    "cli": {"build", "selfcheck", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},
@@ -151,9 +155,10 @@ def test_kernels_import_torch_and_triton_only():
 
 
 def extras():
-    """Import names of the optional dependencies in pyproject.toml."""
+    """Import names of the dependencies in pyproject.toml other than torch."""
     text = (ROOT / "pyproject.toml").read_text()
-    section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    section = text.split("\ndependencies = ")[1].split("\n")[0]
+    section += text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     names = set(re.findall(r'"([a-zA-Z0-9_-]+)"', section))
     return {{"pyyaml": "yaml"}.get(n, n.replace("-", "_")) for n in names} - {"numpy"}
 

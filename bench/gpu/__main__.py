@@ -3,7 +3,7 @@
 Or `python -m bench.gpu --stage smoke` from the repository's root. Without a stage all run, in this
 order. Each ends within ten minutes:
 
-    smoke     compiles the ops for this GPU; each launch once; what `deepfast prove` finds; the
+    smoke     compiles the ops for this GPU; each launch once; `deepfast selfcheck`; the
               bandwidth of a copy; a training step beside plain compiled PyTorch
     tests     tests/gpu, in processes side by side
     bench     benchmarks: the training step first, at the end other tiles, warps and blocks
@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import csv
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -40,13 +39,13 @@ import torch
 from bench.gpu import launches, machine, page, plugin, sections
 from bench.gpu.machine import ROOT
 from bench.gpu.results import Run
-from deepfast.proof.table import digest
+from deepfast.selfcheck.store import digest
 
 MINUTES = 9.3
 """The limit of a stage."""
-BUILD_SECONDS, PROOF_SECONDS, ITEM_SECONDS = 240, 240, {"bench": 300}
-"""Limits of the build, of the proof, and of one item of a stage; compiling included. The items of
-other stages have 180 s."""
+BUILD_SECONDS, CHECK_SECONDS, ITEM_SECONDS = 240, 240, {"bench": 300}
+"""Limits of the build, of the selfcheck, and of one item of a stage; compiling included. The items
+of other stages have 180 s."""
 DRY_PATIENCE = 4
 """The factor of all limits in a dry run, whose processor may be busy."""
 DRY_TESTS = ["tests/gpu/test_ops.py"]
@@ -130,24 +129,20 @@ def build(stage: Stage) -> None:
         print((out + err)[-4000:], flush=True)
 
 
-def prove(stage: Stage) -> None:
-    """`deepfast prove`, unless everything is proved: the defaults are then the kernels that are
-    right and fastest here."""
-    if stage.run.dry or machine.proved():
-        print("a dry run proves nothing" if stage.run.dry else "proved before", flush=True)
+def selfcheck(stage: Stage) -> None:
+    """`deepfast selfcheck`, unless all kernels were checked before: the defaults are then right."""
+    if stage.run.dry or machine.checked():
+        print("no selfcheck in a dry run" if stage.run.dry else "checked before", flush=True)
         return
     start = time.perf_counter()
-    command = [sys.executable, "-m", "deepfast", "prove", "--json"]
-    status, out, err = stage.start(command, PROOF_SECONDS)
-    table = None
-    with contextlib.suppress(json.JSONDecodeError):
-        table = json.loads(out)
-    found = {"status": f"exit status {status}", "table": table, "said": err[-4000:],
+    command = [sys.executable, "-m", "deepfast", "selfcheck"]
+    status, out, err = stage.start(command, CHECK_SECONDS)
+    found = {"status": f"exit status {status}", "lines": out.splitlines(), "said": err[-4000:],
              "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
-    stage.run.write("proof", **found)
-    print("\n".join(page.proof(found)), flush=True)
+    stage.run.write("selfcheck", **found)
+    print("\n".join(page.selfcheck(found)), flush=True)
     if status:
-        stage.problems.append(f"deepfast prove: {found['status']}")
+        stage.problems.append(f"deepfast selfcheck: {found['status']}")
 
 
 def measure(stage: Stage, names: tuple[str, ...]) -> None:
@@ -158,7 +153,7 @@ def measure(stage: Stage, names: tuple[str, ...]) -> None:
 
 def smoke(stage: Stage) -> None:
     stage.pytest(["bench/gpu/launches.py"], processes())
-    prove(stage)
+    selfcheck(stage)
     measure(stage, sections.SMOKE)
 
 
@@ -180,8 +175,8 @@ def tests(stage: Stage) -> None:
 
 
 def bench(stage: Stage) -> None:
-    # What is measured first is what a user gets, so it has to be known which kernels serve.
-    prove(stage)
+    # What is measured first is what a user gets, so it has to be known which kernels are right.
+    selfcheck(stage)
     measure(stage, tuple(stage.options.sections or sections.BENCH))
 
 

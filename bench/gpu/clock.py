@@ -17,7 +17,7 @@ import torch
 from bench.gpu.results import Run
 from deepfast import backend
 from deepfast.clock import clock_of
-from deepfast.measure.clock import Row, claim
+from deepfast.measure.clock import Row
 
 
 @dataclass(kw_only=True)
@@ -216,8 +216,13 @@ class Bench:
 
     def target(self, what: str, value: float | None, wanted: float, *, at_most: bool = False):
         """Writes whether a target was reached; the value is None if it was not measured."""
-        found = claim(what, value, wanted, at_most=at_most)
-        self._run.write("target", section=self.section, **found)
+        met = value is not None and (value <= wanted if at_most else value >= wanted)
+        value = None if value is None else round(value, 3)
+        target = f"at {'most' if at_most else 'least'} {wanted}"
+        print(f"  {'ok  ' if met else 'MISS'} {what}: {value} ({target})", flush=True)
+        self._run.write(
+            "target", section=self.section, what=what, value=value, target=target, met=met
+        )
 
     def fraction(self, row: Row | None) -> float | None:
         """The row's fraction of the copy's bandwidth."""

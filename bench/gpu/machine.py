@@ -1,23 +1,21 @@
 """The machine of `make gpu`: its facts, the compiled ops for its GPU, the emulator in a dry run."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from deepfast import backend
+from deepfast import backend, build, library
 from deepfast.measure.machine import environment
-from deepfast.proof import known
+from deepfast.selfcheck import store
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = ROOT / "deepfast" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def link_kernels(root: Path) -> None:
@@ -31,50 +29,42 @@ def link_kernels(root: Path) -> None:
     link.symlink_to(Path("..", "kernels"), target_is_directory=True)
 
 
-def module(path: Path) -> ModuleType:
-    """A Python file that is in no package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def architecture() -> str:
     """Of the GPU, such as 90."""
     return "".join(map(str, torch.cuda.get_device_capability()))
 
 
 def stale() -> bool:
-    """Whether deepfast._C is missing, is older than a source, or has no kernels for this GPU."""
+    """Whether deepfast._C is missing or has no kernels for this GPU."""
     info = backend.build_info()
-    if "missing" in info or not OPS.exists():
+    if "missing" in info:
         return True
-    if torch.version.cuda and architecture() not in (info["cuda"] or "").split("+"):
-        return True
-    sources = [ROOT / "deepfast" / "launches.py"]
-    sources += [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".py")]
-    return max(path.stat().st_mtime for path in sources) > OPS.stat().st_mtime
+    return bool(torch.version.cuda) and architecture() not in (info["cuda"] or "").split("+")
 
 
-def proved() -> bool:
-    """Whether it is known of every op which of its kernels are right and fastest on the GPU."""
+def checked() -> bool:
+    """Whether there was a full selfcheck of the kernels of every op on the GPU."""
     if stale():
         return False
     gpu = torch.device("cuda", torch.cuda.current_device())
-    table = known.table(gpu, backend.cuda_build())
-    return all(op in table.ops for op in backend.OPS if backend.provable(op, gpu))
+    wanted = {
+        (op, by, dtype)
+        for op in backend.OPS
+        for by, dtypes in backend.checkable(op, gpu).items()
+        for dtype in dtypes
+    }
+    return wanted <= set(store.of(gpu).full)
 
 
 def compile_ops(architectures: list[str]) -> None:
     """Compiles deepfast._C in place, with CUDA kernels for these architectures alone."""
-    build = module(ROOT / "csrc" / "build.py")
     build.CUDA_ARCHITECTURES = tuple(architectures)
-    build.compile_ops(OPS)
+    build.compile_ops(library.in_package())
 
 
 def emulate_cuda() -> None:
     """Makes the CUDA kernels of tests/cuda's emulator the backend cuda on a CPU."""
-    torch.ops.load_library(module(ROOT / "tests" / "cuda" / "build.py").build())
+    torch.ops.load_library(importlib.import_module("tests.cuda.build").build())
     backend.emulate_cuda(torch.ops.deepfast_emulated)
 
 
@@ -128,11 +118,11 @@ def facts(dry: bool) -> dict:
 
 def child_environment(dry: bool) -> dict[str, str]:
     """The environment of the processes that this command starts."""
-    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_PROOF": "off"}
+    changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_SELFCHECK": "off"}
     if dry:
         changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # A variable of the shell must not change what is measured.
-    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_PROOF")
+    ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_SELFCHECK")
     return {k: v for k, v in os.environ.items() if k not in ours} | changed
 
 

@@ -153,7 +153,7 @@ class _Training:
 def _training(bench: Bench, backends: tuple[str | None, ...], whole: bool) -> None:
     """Steps of deepfast over the plain residual one, whose layers are compiled.
 
-    backends: None is what deepfast chooses: of the kernels that were proved here the fastest.
+    backends: None is what deepfast chooses.
     whole: also with compiled layers, and without CUDA graphs.
     """
     case = _Training(bench)

@@ -3,7 +3,6 @@
 from collections import Counter
 
 from bench.gpu.results import Run
-from deepfast.proof import table as tables
 
 
 def _table(head: list[str], rows: list[list]) -> list[str]:
@@ -71,12 +70,10 @@ def _targets(run: Run) -> list[str]:
     return ["## Targets", "", *_table(["target", "wanted", "reached", "met"], rows)]
 
 
-def proof(found: dict) -> list[str]:
-    """What `deepfast prove` found."""
-    table = found["table"] or {"key": {}, "ops": {}}
-    told = tables.lines(tables.Table(table["key"], table["ops"]))
-    return ["## deepfast prove", "", f"{found['status']}, {found['seconds']} s", "", "```",
-            *told, found["said"].strip(), "```", ""]  # fmt: skip
+def selfcheck(found: dict) -> list[str]:
+    """What `deepfast selfcheck` found."""
+    return ["## deepfast selfcheck", "", f"{found['status']}, {found['seconds']} s", "", "```",
+            *found["lines"], found["said"].strip(), "```", ""]  # fmt: skip
 
 
 def summary(run: Run) -> str:
@@ -99,8 +96,8 @@ def page(run: Run) -> str:
     told = [[x["date"], x["stage"], x["status"], x["seconds"], x["clocks"]] for x in runs]
     lines += _table(["run", "stage", "status", "seconds", "clocks"], told)
     lines += _table(["", ""], [[k, v] for k, v in facts.items() if v is not None])
-    for found in run.lines("proof")[-1:]:
-        lines += proof(found)
+    for found in run.lines("selfcheck")[-1:]:
+        lines += selfcheck(found)
     lines += [*_targets(run), *_items(run), *_sections(run)]
     for found in run.lines("kernels"):
         lines += [f"## {found['name']}", ""]

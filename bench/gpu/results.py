@@ -2,7 +2,7 @@
 
 Each line names the kernel sources that it belongs to, and its ``kind``: the "run" of a command, an
 "item" (a launch, a test or a section, with its outcome), the "row", "target", "note" or "copy" of a
-section, a "proof", or the "kernels" that ncu measured. The last line about something holds.
+section, a "selfcheck", or the "kernels" that ncu measured. The last line about something holds.
 """
 
 import json

@@ -3,7 +3,7 @@
 Finished runs are not run again.
 
 python -m bench.systems --seeds 3                      # or make systems SEEDS=3
-python -m bench.systems --jobs 4 --memory 8GiB         # several runs at once
+python -m bench.systems --jobs 4 --memory-limit 8GiB         # several runs at once
 python -m bench.systems --data train.en train.de --large
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from bench.systems.page import page
 from bench.systems.rows import LARGE, Row, named, text_files
-from deepfast.cli.sweep import add_process_arguments, here, processes_of
+from deepfast.cli.mt.sweep import add_process_arguments, here, processes_of
 from deepfast.files import require, write_atomically
 from deepfast.measure.sweep_picture import draw
 from deepfast.mt.sweep.grid import Point
@@ -39,12 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--level", type=float, default=1.0, help="dev NLL to count the steps to")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/systems"), help="folder for the runs"
-    )
-    parser.add_argument(
-        "--write", type=Path,
-        help="file for the table; default: systems.md in the folder of the runs. The picture, an "
-        "SVG file, stands beside it",
+        "--output", type=Path, default=Path("runs/systems"),
+        help="folder for the runs, the table systems.md and its picture",
     )  # fmt: skip
     add_process_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every row")
@@ -67,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     command += f" DATA='{' '.join(p.name for p in args.data)}'" if args.data else ""
     command += f" SET={shlex.quote(' '.join(args.overrides))}" if args.overrides else ""
     command += "".join(
-        f" {name.upper()}={getattr(args, name)}" for name in ("jobs", "threads", "memory")
+        f" {name.upper()}={getattr(args, name)}" for name in ("jobs", "threads", "memory_limit")
         if getattr(args, name) != parser.get_default(name)
     )  # fmt: skip
-    path = args.write or args.output / "systems.md"
+    path = args.output / "systems.md"
 
     def write(results: dict[Row, dict[Run, Result]]) -> None:
         """The table and BLEU and dev NLL of every row that has a run."""

@@ -12,7 +12,7 @@ BASE = "phrases-systems"
 
 LARGE = (
     "data.train_size=200000", "data.vocab_size=4000", "data.max_tokens=16000", "model.dim=512",
-    "model.heads=8", "model.ffn_dim=2048", "model.encoder_layers=30", "model.decoder_layers=6",
+    "model.num_heads=8", "model.ffn_dim=2048", "model.encoder_layers=30", "model.decoder_layers=6",
     "optim.warmup=1000", "train.max_steps=4000", "train.validate_every=250",
     "train.save_every=500", "train.log_every=100", "train.device=cuda", "train.precision=bfloat16",
 )  # fmt: skip

@@ -26,7 +26,7 @@ def connect(
     norm: str | None,
     connection: str = "dlcl",
     dim: int | None = None,
-    memory: str = "keep",
+    recompute: str = "none",
     inplace: bool = True,
     **options,
 ) -> DepthConnection:
@@ -51,12 +51,12 @@ def connect(
             has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
             norm="pre". "denseformer" begins as the plain model, and so do attention
-            residuals with ``weights="relu"`` and without a window, up to rounding.
+            residuals with ``score_function="relu"`` and without a window, up to rounding.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
-        memory: what autograd keeps of a layer, beside its state: "keep": what the layer keeps;
-            "states": its input, from which backward runs the layer again; "history": nothing, the
-            input is recomputed from the states. The gradients are the same. The last two replace
-            activation checkpointing.
+        recompute: what autograd keeps of a layer, beside its state: "none": what the layer keeps;
+            "layer": its input, from which backward runs the layer again; "layer+input": nothing,
+            the input is recomputed from the states. The gradients are the same. The last two
+            replace activation checkpointing.
         inplace: whether backward may overwrite states with gradients. False keeps the states, at
             twice their memory, so that a second backward through one pass works, as in
             ``torch.autograd.grad(..., retain_graph=True)`` for several losses.
@@ -91,7 +91,7 @@ def connect(
         )
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)
-    checks.choice(OP, POLICIES, memory=memory)
+    checks.choice(OP, POLICIES, recompute=recompute)
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
@@ -117,7 +117,7 @@ def connect(
     parent.add_module(NAME, made.train(parent.training))
     added = connection in ATTENTION_RESIDUALS
     first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
-    attachment = Attachment(parent, found, Settings(where, added, first, memory, inplace))
+    attachment = Attachment(parent, found, Settings(where, added, first, recompute, inplace))
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
     return made
@@ -225,7 +225,7 @@ def _make(layers: int, dim: int, norm: str | None, connection: str, options: dic
     if options.get("reads", 1) != 1:
         raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
     if CONNECTIONS[connection].dlcl is not None:
-        useless = {"norm_kind", "normalize_embedding"} & options.keys()
+        useless = {"norm_type", "normalize_embedding"} & options.keys()
         if useless and dlcl_options(connection, norm, options)["norm"] is None:
             raise ValueError(
                 f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="

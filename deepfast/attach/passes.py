@@ -17,7 +17,7 @@ from deepfast.nn.recompute import Kept
 from deepfast.nn.rerun import rerun
 from deepfast.ops import common
 
-POLICIES = ("keep", *RERUN)
+POLICIES = ("none", *RERUN)
 """What autograd keeps of a layer beside its state: what the layer keeps; its input; nothing."""
 
 NAME = "depth_connection"
@@ -35,19 +35,19 @@ class Settings(NamedTuple):
     """Whether a state is what a layer adds, its output without its input."""
     input_name: str
     """Name of a layer's first argument."""
-    memory: str
+    recompute: str
     """What autograd keeps of a layer."""
     inplace: bool
     """Whether backward may overwrite states with gradients."""
 
 
-def block(memory: str, rows: int) -> int | None:
+def block(recompute: str, rows: int) -> int | None:
     """Rows per block of a pass, see `deepfast.depth`; None is the default.
 
-    Backward holds two sums for every row of a block beside the states. Under "history" they take
-    about a ninth of the states' memory, and the mixture up to 1.5 times its least traffic.
+    Backward holds two sums for every row of a block beside the states. Under "layer+input" they
+    take about a ninth of the states' memory, and the mixture up to 1.5 times its least traffic.
     """
-    return max(2, min(rows // 18, 8)) if memory == "history" else None
+    return max(2, min(rows // 18, 8)) if recompute == "layer+input" else None
 
 
 def version(x: Tensor) -> int:
@@ -82,7 +82,7 @@ class Pass:
     def __init__(self, connection: DepthConnection, settings: Settings):
         self.connection, self.settings, self.where = connection, settings, settings.where
         self.history = DepthHistory(
-            inplace=settings.inplace, block=block(settings.memory, connection.rows)
+            inplace=settings.inplace, block=block(settings.recompute, connection.rows)
         )
         # The input of the next layer, as the push returned it; None inside torch.compile.
         self.row: Row | None = None
@@ -123,7 +123,7 @@ class Pass:
         given = [x, *rest, *others.values()]
         if eager and pushed == k + 1:
             self._check_passed_on(k, x, given)
-        again = self.settings.memory != "keep" and torch.is_grad_enabled()
+        again = self.settings.recompute != "none" and torch.is_grad_enabled()
         before = version(x) if eager else 0
         if not again:
             result = run(x)
@@ -135,7 +135,7 @@ class Pass:
         if eager and (self.settings.added or again) and version(x) != before:
             raise RuntimeError(
                 f"{this} modifies its input in place; attention residuals need layers that do not, "
-                "and so does every memory policy but 'keep'"
+                "and so does every recompute policy but 'none'"
             )
         y = result[0] if isinstance(result, tuple) and result else result
         self._check(k, "output", y)
@@ -178,10 +178,10 @@ class Pass:
             # The caches of transformers.
             if value is not None and hasattr(value, "get_seq_length"):
                 raise RuntimeError(
-                    f"{this} takes a cache ({name}), and would fill it twice under this memory "
-                    "policy; pass use_cache=False, or connect with memory='keep'"
+                    f"{this} takes a cache ({name}), and would fill it twice under this recompute "
+                    "policy; pass use_cache=False, or connect with recompute='none'"
                 )
-        row = self.row if self.settings.memory == "history" and self.learns else None
+        row = self.row if self.settings.recompute == "layer+input" and self.learns else None
         if row is not None and row.is_still(x):
             return row
         kept = Kept(x)

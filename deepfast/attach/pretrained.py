@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepfast import checks
+from deepfast import checks, renamed
 from deepfast.attach.parent import attachment_of, connect
 from deepfast.attach.passes import NAME, POLICIES
 
@@ -29,7 +29,7 @@ def connected(
     norm: Any = _NOT_GIVEN,
     connection: str | None = None,
     dim: int | None = None,
-    memory: str | None = None,
+    recompute: str | None = None,
     inplace: bool | None = None,
     **options,
 ) -> type:
@@ -50,7 +50,7 @@ def connected(
         parent: name of the submodule whose forward loops over the layers; None takes all settings
             from the config.
         layers, norm, connection, dim, options: see `connect`.
-        memory, inplace: see `connect`; of all connections of the class. The config does not have
+        recompute, inplace: see `connect`; of all connections of the class. The config does not have
             them. None: that of ``base``, or the default.
 
     Raises:
@@ -58,8 +58,8 @@ def connected(
     """
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
-    if memory is not None:
-        checks.choice("deepfast.connected", POLICIES, memory=memory)
+    if recompute is not None:
+        checks.choice("deepfast.connected", POLICIES, recompute=recompute)
     plain, settings, running = getattr(base, "connected_parts", (base, (), {}))
     given = _given(layers=layers, connection=connection, dim=dim)
     if parent is None:
@@ -73,8 +73,11 @@ def connected(
         if norm is _NOT_GIVEN:
             raise TypeError('deepfast.connected: expected norm="pre", "post" or None')
         checks.choice("deepfast.connected", ("pre", "post", None), norm=norm)
+        if options.get("state_dtype") is torch.float32:
+            # The default, and no value of a JSON file.
+            del options["state_dtype"]
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
-    return _make(plain, settings, running | _given(memory=memory, inplace=inplace))
+    return _make(plain, settings, running | _given(recompute=recompute, inplace=inplace))
 
 
 def _make(base: type, *parts) -> type:
@@ -94,6 +97,7 @@ class _Connected:
     def __init__(self, config, *args, **kwargs):
         _, connections, running = self.connected_parts
         saved = getattr(config, CONFIG, None)
+        saved = saved and [renamed.options(settings) for settings in saved]
         wanted = [dict(s) for s in connections] or saved
         if not wanted:
             raise ValueError(

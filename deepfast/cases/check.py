@@ -1,4 +1,4 @@
-"""Holds a call of an op to float64, and times it.
+"""Compares a call of an op with float64, and times it.
 
 A case runs forward and backward, in a lower dtype by the backend and by the reference, and in
 float64 by the reference, all on one device. `fault` compares them by the rule of

@@ -1,6 +1,7 @@
 """Makes calls of the public ops over rows, with random operands, from their sizes and options."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,17 +48,18 @@ def layer_norm(
     name: str, rows: Rows, *, rms: bool = False, residual: bool = True, p: float = 0.0,
     weight: bool = True, bias: bool = True,
 ) -> Case:  # fmt: skip
-    """LN or RMS norm of residual + dropout(x); without ``residual`` of dropout(x)."""
+    """LN or RMS norm of residual + dropout(x); without ``residual`` of x."""
     given: dict = {"x": rows.random()}
     if residual:
         given["residual"] = rows.random()
     given |= _norm_parameters(rows.dim, rms, weight, bias)
 
     def run(x, residual=None, weight=None, bias=None, *, backend=None):
-        options = {"residual": residual, "dropout_p": p, "training": True, "seed": SEED}
-        if rms:
-            return ops.rms_norm(x, weight, **options, backend=backend)
-        return ops.layer_norm(x, weight, bias, **options, backend=backend)
+        norm = (weight,) if rms else (weight, bias)
+        if residual is None:
+            return (ops.rms_norm if rms else ops.layer_norm)(x, *norm, backend=backend)
+        add_norm = ops.add_rms_norm if rms else ops.add_layer_norm
+        return add_norm(x, residual, *norm, dropout_p=p, training=True, seed=SEED, backend=backend)
 
     def plain(drop, x, residual=None, weight=None, bias=None):
         s = _summed(drop, p, x, residual)
@@ -110,10 +112,12 @@ def norm_linear(
     given |= {"weight": linear(outputs, rows.dim), "bias": Stored(torch.randn(outputs))}
 
     def run(x, norm_weight, weight, bias, residual=None, norm_bias=None, *, backend=None):
-        return ops.norm_linear(
-            x, norm_weight, norm_bias, weight, bias, eps=RMS_EPS if rms else EPS, rms=rms,
-            residual=residual, dropout_p=p, training=True, seed=SEED, backend=backend,
-        )  # fmt: skip
+        parameters = norm_weight, norm_bias, weight, bias, RMS_EPS if rms else EPS
+        options = {"norm_type": "rms" if rms else "layer", "backend": backend}
+        if residual is None:
+            return ops.norm_linear(x, *parameters, **options)
+        options |= {"dropout_p": p, "training": True, "seed": SEED}
+        return ops.add_norm_linear(x, residual, *parameters, **options)
 
     def plain(drop, x, norm_weight, weight, bias, residual=None, norm_bias=None):
         s = _summed(drop, p, x, residual)
@@ -133,22 +137,25 @@ def feed_forward(
 ) -> Case:  # fmt: skip
     given = _of_norm(rows, rms, residual)
     given |= {
-        "up": linear(width, rows.dim), "up_bias": values(width),
-        "down": linear(rows.dim, width), "down_bias": Stored(torch.randn(rows.dim)),
+        "up_weight": linear(width, rows.dim), "up_bias": values(width),
+        "down_weight": linear(rows.dim, width), "down_bias": Stored(torch.randn(rows.dim)),
     }  # fmt: skip
 
     def run(x, norm_weight, residual=None, norm_bias=None, *, backend=None, **linears):
         return ops.feed_forward(
-            x, norm_weight, norm_bias, **linears, eps=RMS_EPS if rms else EPS, rms=rms,
+            x, norm_weight, norm_bias, **linears, eps=RMS_EPS if rms else EPS,
+            norm_type="rms" if rms else "layer",
             residual=residual, dropout_p=p if residual is not None else 0.0, seed=SEED,
             activation=kind, activation_dropout_p=p, activation_seed=SEED + 1, training=True,
             backend=backend,
         )  # fmt: skip
 
-    def plain(drop, x, norm_weight, up, up_bias, down, down_bias, residual=None, norm_bias=None):
+    def plain(drop, x, norm_weight, residual=None, norm_bias=None, **linears):
         s = x if residual is None else _summed(drop, p, x, residual)
-        h = getattr(F, kind)(F.linear(_norm(s, norm_weight, norm_bias, rms=rms), up, up_bias))
-        return F.linear(drop(h, p, SEED + 1) if p else h, down, down_bias), s
+        n = _norm(s, norm_weight, norm_bias, rms=rms)
+        h = getattr(F, kind)(F.linear(n, linears["up_weight"], linears["up_bias"]))
+        h = drop(h, p, SEED + 1) if p else h
+        return F.linear(h, linears["down_weight"], linears["down_bias"]), s
 
     return Case(
         name=name, op="layer_norm", operands=given, run=run, plain=plain,
@@ -251,7 +258,7 @@ def depth_attention(
         given |= {"norm_weight": gains(rows.dim)} if gain else {}
 
     def run(query=None, scores=None, norm_weight=None, *, backend=None, **sources):
-        return ops.depth_attention(
+        return ops.depth_attention(  # type: ignore[call-overload]
             list(sources.values()), query, scores=scores, norm_weight=norm_weight, return_lse=lse,
             backend=backend,
         )  # fmt: skip
@@ -271,16 +278,10 @@ def depth_attention(
 
 
 def attention_residual(name: str, rows: Rows, count: int) -> Case:
-    given = _sources(rows, count) | {"query": values(rows.dim)}
-
     def run(query, *, backend=None, **sources):
         return ops.attention_residual(query, list(sources.values()), backend=backend)
 
-    return Case(
-        name=name, op="depth_attention", operands=given, run=run,
-        plain=lambda _, query, **sources: attend(sources.values(), query, lse=False),
-        how=f"a stack of {count} layers, rms_norm, softmax, sum",
-    )  # fmt: skip
+    return replace(depth_attention(name, rows, count, None, gain=False, lse=False), run=run)
 
 
 rms_norm = partial(layer_norm, rms=True)

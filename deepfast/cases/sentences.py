@@ -93,20 +93,20 @@ def linear_cross_entropy(
     target = torch.randint(vocabulary, rows.lead)
     target[1::5] = -100
     there = on_devices(target)
-    given: dict = {"hidden": rows.random(), "weight": linear(vocabulary, rows.dim)}
-    given |= {"bias": Stored(torch.randn(vocabulary))} if bias else {}
+    given: dict = {"x": rows.random(), "linear_weight": linear(vocabulary, rows.dim)}
+    given |= {"linear_bias": Stored(torch.randn(vocabulary))} if bias else {}
 
-    def run(hidden, weight, bias=None, *, backend=None):
+    def run(x, linear_weight, linear_bias=None, *, backend=None):
         return ops.linear_cross_entropy(
-            hidden, weight, there(hidden.device)[0], bias=bias, label_smoothing=smoothing,
-            reduction=reduction, chunk=chunk, backend=backend,
+            x, linear_weight, there(x.device)[0], linear_bias=linear_bias,
+            label_smoothing=smoothing, reduction=reduction, chunk_size=chunk, backend=backend,
         )  # fmt: skip
 
-    def plain(_, hidden, weight, bias=None):
-        logits = F.linear(hidden, weight, bias)
+    def plain(_, x, linear_weight, linear_bias=None):
+        logits = F.linear(x, linear_weight, linear_bias)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(
-            logits.flatten(0, -2), there(hidden.device)[0].flatten(), label_smoothing=smoothing,
+            logits.flatten(0, -2), there(x.device)[0].flatten(), label_smoothing=smoothing,
             reduction=reduction,
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ class _Stack(torch.nn.Module):
 
 def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend=None, **given: Tensor):
     states = [given.pop(f"y{k}") for k in range(depth + 1)]
-    rms = options.get("norm_kind") == "rms"
+    rms = options.get("norm_type") == "rms"
     connection = kind(depth, dim, backend=backend, **options)
     stack = _Stack(connection, dim, full, rms).to(states[0].device)
     parameters = {name.replace("__", "."): p for name, p in given.items()}
@@ -52,7 +52,7 @@ def _case(name: str, op: str, kind, rows: Rows, *, depth: int, full: bool, optio
     operands |= {f"connection__{n}": p for n, p in given.items()}
     if full:
         operands["norm__weight"] = gains(rows.dim)
-        if options.get("norm_kind") != "rms":
+        if options.get("norm_type") != "rms":
             operands["norm__bias"] = values(rows.dim)
     run = functools.partial(_push, kind, depth, rows.dim, full, options)
     return Case(name=name, op=op, operands=operands, run=run)
@@ -61,11 +61,11 @@ def _case(name: str, op: str, kind, rows: Rows, *, depth: int, full: bool, optio
 def boundary(name: str, rows: Rows, *, depth: int = 6, full: bool = False, **options) -> Case:
     """A DLCL of ``depth`` layers; ``full`` with residual, dropout and the next layer's norm."""
     count, dim = depth + 1, rows.dim
-    channels = (dim,) if options.get("weight") == "vector" else ()
+    channels = (dim,) if options.get("weight_type") == "vector" else ()
     given = {"weight": Computed(torch.randn(count, count, *channels) / count**0.5)}
     if options.get("norm", "pre") is not None:
         given["norm_weight"] = gains(count, dim)
-        if options.get("norm_kind") != "rms":
+        if options.get("norm_type") != "rms":
             given["norm_bias"] = values(count, dim)
     return _case(name, "boundary", DLCL, rows, depth=depth, full=full, options=options, **given)
 
@@ -88,10 +88,10 @@ def boundary_calls(s: Sizes) -> Iterator[Case]:
     full = {"full": True}
     yield boundary("odd width, residual, dropout, next norm", s.rows(s.odd), **full)
     yield boundary("aligned, residual, dropout, next norm", s.rows(s.even), **full)
-    yield boundary("odd width, RMS norms", s.rows(s.odd), norm_kind="rms", **full)
+    yield boundary("odd width, RMS norms", s.rows(s.odd), norm_type="rms", **full)
     yield boundary("post-norm", s.rows(s.misfit), norm="post")
     few = s.rows(s.odd, tokens=7)
-    yield boundary("weight per channel, no norm", few, weight="vector", norm=None)
+    yield boundary("weight per channel, no norm", few, weight_type="vector", norm=None)
     yield boundary("window", s.rows(s.even, tokens=7), window=3)
     yield boundary("many sources", s.rows(s.misfit, tokens=7), depth=s.many)
     yield boundary("no token", s.rows(s.even, tokens=0), **full)
@@ -101,7 +101,7 @@ def attention_boundary_calls(s: Sizes) -> Iterator[Case]:
     make, full = attention_boundary, {"full": True}
     yield make("odd width, residual, dropout, next norm", s.rows(s.odd), **full)
     yield make("aligned, residual, dropout, next norm", s.rows(s.even), **full)
-    yield make("relu", s.rows(s.misfit), weights="relu")
+    yield make("relu", s.rows(s.misfit), score_function="relu")
     yield make("blocks", s.rows(s.even, tokens=7), block=2)
     yield make("window", s.rows(s.odd, tokens=7), window=3)
     yield make("many sources", s.rows(s.misfit, tokens=7), depth=s.many)

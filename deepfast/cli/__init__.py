@@ -1,11 +1,11 @@
-"""The `deepfast` command: one file per subcommand.
+"""The `deepfast` command: one file per subcommand, and those of `deepfast mt` in a folder.
 
 A subcommand's module has a docstring for its help, EXAMPLE (a command line),
 `add_arguments(parser)` and `run(args) -> exit code`. Only the module of the command that is run is
 imported.
 
-Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand the command line;
-3 nothing that `plan` was asked for fits; 130 interrupted.
+Exit codes: 0 done; 1 refused with a sentence; 2 argparse does not understand the command line, or
+the command has another name now; 3 nothing that `plan` was asked for fits; 130 interrupted.
 """
 
 import argparse
@@ -13,31 +13,38 @@ import importlib
 import os
 import re
 import sys
-from typing import Any
 
 from deepfast.cli.outputs import flush_output
 from deepfast.version import __version__
 
 COMMANDS = {
     "info": "versions, build, and which backend serves each op",
-    "prove": "which kernels are right and fast on this machine's GPU",
-    "plan": "how deep, wide and long a model fits a budget of memory",
-    "train": "train a translation model from a recipe",
-    "sweep": "train a recipe over the values of a key and over seeds: a table and a picture",
-    "compare-growth": "depth growing beside a shallow model and one of equal depth: a table",
-    "translate": "translate lines of text with a checkpoint",
-    "tune": "find the weights of deep-shallow decoding on a dev text",
-    "posunk": "mark unknown words of a training text by the source words that they translate",
-    "export": "write the model of a checkpoint as a single file, also as safetensors",
-    "prune": "remove the layers that latent depth does not use",
-    "show-attention": "draw how a fusion of layers weighs them, word by word",
-    "score": "BLEU of translations against references",
-    "show-run": "NLL, accuracy and the gradient norms of the layers over a training run",
-    "show-weights": "show the depth weights or the choice of layers that a model has learned",
-    "convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
-    "report": "measure everything and write one HTML page",
+    "build": "compile the C++ ops for this machine",
+    "selfcheck": "compare all kernels with float64 on this machine's GPU, and time them",
     "bench": "time ops beside plain PyTorch on this machine",
+    "report": "measure everything and write one HTML page",
+    "plan": "how deep, wide and long a model fits a budget of memory",
+    "mt": "train translation models, translate, score the translations",
+    "mt train": "train a translation model from a recipe",
+    "mt translate": "translate lines of text with a checkpoint",
+    "mt score": "BLEU of translations against references",
+    "mt tune": "find the weights of deep-shallow decoding on a dev text",
+    "mt sweep": "train a recipe over the values of a key and over seeds: a table and a picture",
+    "mt compare-growth": "depth growing beside a shallow model and one of equal depth: a table",
+    "mt posunk": "mark unknown words of a training text by the source words that they translate",
+    "mt export": "write the model of a checkpoint as a single file, also as safetensors",
+    "mt prune": "remove the layers that latent depth does not use",
+    "mt convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
+    "mt show-attention": "draw how a fusion of layers weighs them, word by word",
+    "mt show-run": "NLL, accuracy and the gradient norms of the layers over a training run",
+    "mt show-weights": "show the depth weights or the choice of layers that a model has learned",
 }
+"""By name; a group comes before its commands."""
+
+RENAMED = {"prove": "selfcheck"} | {
+    name.removeprefix("mt "): name for name in COMMANDS if name.startswith("mt ")
+}
+"""Names of earlier versions, and the new ones."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,15 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         prog="deepfast", description="Very deep Transformers with fused depth connections."
     )
     parser.add_argument("--version", action="version", version=f"deepfast {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    wanted = next((a for a in argv if not a.startswith("-")), None)
-    name = f"deepfast {wanted}" if wanted else "deepfast"
+    words = [word for word in argv if not word.startswith("-")]
+    wanted = " ".join(words[: 2 if words[:1] == ["mt"] else 1])
+    name = f"deepfast {wanted}".rstrip()
     closed = _replace_closed_streams(wanted)
+    if wanted in RENAMED:
+        print(f"{name}: this command is now deepfast {RENAMED[wanted]}", file=sys.stderr)
+        return 2
     try:
         if any(word == "" or re.fullmatch("--[a-z-]+=", word) for word in argv):
             raise ValueError(f"expected text in every argument, got an empty one in {argv}")
         try:
-            args = _parse(parser, commands, wanted, argv)
+            args = _parse(parser, wanted, argv)
         except SystemExit:
             # Argparse has printed a help text.
             sys.stdout.flush()
@@ -96,24 +106,28 @@ def _sentence(error: Exception) -> str:
     return str(error) or "out of memory"
 
 
-def _parse(
-    parser: argparse.ArgumentParser, commands: Any, wanted: str | None, argv: list[str]
-) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, wanted: str, argv: list[str]) -> argparse.Namespace:
     """The arguments of the wanted command, whose module is imported."""
+    groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
     for name, summary in COMMANDS.items():
-        if name != wanted:
-            commands.add_parser(name, help=summary)
-            continue
-        module = importlib.import_module(f"deepfast.cli.{name.replace('-', '_')}")
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=module.__doc__,
-            epilog=f"example:\n  {module.EXAMPLE}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        group, _, last = name.rpartition(" ")
+        if name == "mt":
+            command = groups[group].add_parser(name, help=summary, description=summary)
+            groups[name] = command.add_subparsers(metavar="COMMAND", required=True)
+        elif name != wanted:
+            groups[group].add_parser(last, help=summary)
+        else:
+            path = name.replace(" ", ".").replace("-", "_")
+            module = importlib.import_module(f"deepfast.cli.{path}")
+            command = groups[group].add_parser(
+                last,
+                help=summary,
+                description=module.__doc__,
+                epilog=f"example:\n  {module.EXAMPLE}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, command=name)
     args, rest = parser.parse_known_args(argv)
     # Argparse fills a list from one run of words, so overrides after an option are left over.
     if hasattr(args, "overrides"):
@@ -124,7 +138,7 @@ def _parse(
     return args
 
 
-def _replace_closed_streams(command: str | None) -> bool:
+def _replace_closed_streams(command: str) -> bool:
     """Gives a process that was started without its output streams others; returns whether standard
     output was closed and the command needs it. It then acts as a pipe that nobody reads."""
     if sys.stderr is None:
@@ -132,7 +146,7 @@ def _replace_closed_streams(command: str | None) -> bool:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the end
     if sys.stdout is not None:
         return False
-    if command == "train":
+    if command == "mt train":
         # Its results are files.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         return False

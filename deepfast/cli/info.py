@@ -11,16 +11,15 @@ import torch
 from deepfast import backend
 from deepfast.cli.outputs import device_of
 from deepfast.dtypes import DTYPES, dtype_name
-from deepfast.proof import known
-from deepfast.proof import table as tables
+from deepfast.selfcheck import first_use, store
 from deepfast.version import __version__
 
 EXAMPLE = "deepfast info --dtype bfloat16"
 
 MADE_OF = {
-    "rms_norm": ("layer_norm",),
+    **dict.fromkeys(("rms_norm", "add_layer_norm", "add_rms_norm"), ("layer_norm",)),
     "attention_residual": ("depth_attention", "layer_norm"),
-    "norm_linear": ("layer_norm",),
+    **dict.fromkeys(("norm_linear", "add_norm_linear"), ("layer_norm",)),
     "feed_forward": ("layer_norm", "activation"),
 }
 """Ops without launches of their own, and the ops that serve them."""
@@ -51,19 +50,19 @@ def collect(device: torch.device, dtype: torch.dtype) -> dict:
         "dtype": dtype_name(dtype),
         "build": backend.build_info(),
         "override": override,
-        "proof": _proof(device),
+        "selfcheck": _selfcheck(device),
         "ops": {op: _choice(op, override, device, dtype) for op in backend.OPS},
         "made_of": MADE_OF,
     }
 
 
-def _proof(device: torch.device) -> dict:
-    """What is proved on the device, and where that was found."""
-    at = known.exact(device) if device.type in backend.PROVABLE else None
-    if at is None:
-        return {"mode": known.mode(), "source": None, "lines": []}
-    table = known.table(at, backend.cuda_build())
-    return {"mode": known.mode(), "source": table.source, "lines": list(tables.lines(table))}
+def _selfcheck(device: torch.device) -> dict:
+    """Which checks of kernels were made on the device, and where their results are."""
+    found: dict = {"mode": first_use.mode(), "file": None, "lines": []}
+    if device.type in backend.CHECKED:
+        results = store.of(device)
+        found |= {"file": str(results.path), "lines": list(results.lines())}
+    return found
 
 
 def _choice(op: str, override: str | None, device: torch.device, dtype: torch.dtype) -> dict:
@@ -103,19 +102,16 @@ def _lines(info: dict) -> Iterator[str]:
         )
 
 
-def _proof_lines(device: str, proof: dict) -> Iterator[str]:
-    """What is proved, and what happens to an op that is not."""
+def _selfcheck_lines(found: dict) -> Iterator[str]:
+    """Which checks were made, and what happens to a kernel that was not checked."""
     first = {
-        "auto": "a GPU proves an op's kernels at its first use, or all with `deepfast prove`",
-        "off": "DEEPFAST_PROOF=off: nothing is proved at first use; `deepfast prove` does it",
-        "require": "DEEPFAST_PROOF=require: an op without a proved kernel is an error",
-    }[proof["mode"]]
-    if device not in backend.PROVABLE:
-        serves = "of torch's form and the kernels that are right, the fastest serves"
-        yield f"proof    {first}; {serves}"
-        return
-    yield f"proof    {proof['source'] or 'nothing yet'}; {first}"
-    yield from (f"    {line}" for line in proof["lines"])
+        "first-use": "a GPU checks each kernel at its first use; `deepfast selfcheck` checks all",
+        "off": "DEEPFAST_SELFCHECK=off: no kernel is checked at its first use",
+        "require": "DEEPFAST_SELFCHECK=require: a kernel that fails its check is an error",
+    }[found["mode"]]
+    made = f"{found['file']}; " if found["lines"] else "no check was made here; "
+    yield f"check    {made}{first}"
+    yield from (f"    {line}" for line in found["lines"])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"device   {info['device']}, {info['threads']} threads, {info['dtype']}")
     # Each op gives the reason why there is no CUDA.
     build = {k: v for k, v in info["build"].items() if v is not None and k != "no_cuda"}
-    print("build    " + ", ".join(f"{k} {v}" for k, v in build.items()))
-    print(*_proof_lines(device.type, info["proof"]), sep="\n")
+    print("build    " + (build.get("missing") or ", ".join(f"{k} {v}" for k, v in build.items())))
+    print(*_selfcheck_lines(info["selfcheck"]), sep="\n")
     if info["override"]:
         print(f"override DEEPFAST_BACKEND={info['override']}")
     print(*_lines(info), sep="\n")

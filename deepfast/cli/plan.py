@@ -1,9 +1,9 @@
 """Predicts the peak memory of a training step, and how deep, wide or long a model fits a budget.
 
-Give three of --budget, --layers, --width and --tokens, and the fourth is solved for. Give all four
-to learn whether they fit. What each layer keeps for backward (its memory policy) is chosen so that
-the step fits with the least recomputation. Exit code 0: the step fits; 3: it does not, or no size
-does, and a sentence says what would."""
+Give three of --budget, --num-layers, --dim and --tokens, and the fourth is solved for. Give all
+four to learn whether they fit. What each layer keeps for backward (its recompute policy) is chosen
+so that the step fits with the least recomputation. Exit code 0: the step fits; 3: it does not, or
+no size does, and a sentence says what would."""
 
 import argparse
 import json
@@ -16,18 +16,18 @@ from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import CHOICES
 from deepfast.memory.table import lines
 
-EXAMPLE = "deepfast plan --budget 24GiB --width 512 --tokens 8192"
+EXAMPLE = "deepfast plan --budget 24GiB --dim 512 --tokens 8192"
 
 DOES_NOT_FIT = 3
 
 NUMBERS = {
-    "layers": "layers of the encoder",
-    "width": "channels of a layer",
+    "num-layers": "layers of the encoder",
+    "dim": "channels of a layer",
     "tokens": "tokens of a micro-batch, on the encoder's side",
-    "heads": "attention heads; default: heads of 64 channels",
-    "num-kv-heads": "heads of keys and values, a divisor of --heads; default: --heads",
-    "ffn": "width of the feed-forward layers; default: 4 * width",
-    "vocabulary": "pieces; 0: a stack without embedding and loss; default: 32000",
+    "num-heads": "attention heads; default: heads of 64 channels",
+    "num-kv-heads": "heads of keys and values, a divisor of --num-heads; default: --num-heads",
+    "ffn-dim": "channels of the feed-forward layers; default: 4 * dim",
+    "vocab-size": "pieces; 0: a stack without embedding and loss; default: 32000",
     "decoder-layers": "layers of the decoder; 0: no decoder; default: 6",
     "target-tokens": "tokens on the decoder's side; default: --tokens",
     "accumulate": "micro-batches per step; default: 1",
@@ -45,18 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"one of {', '.join(allowed)}")
     names = ", ".join(POLICIES)
     parser.add_argument(
-        "--policies", help=f"of the encoder: one of {names}, or a list with commas; default: chosen"
+        "--recompute",
+        help=f"of the encoder: one of {names}, or a list with commas; default: chosen",
     )
-    parser.add_argument("--decoder-policies", help="of the decoder, in the same form")
-    parser.add_argument(
-        "--no-reshard", dest="reshard", action="store_false", default=None,
-        help="with --parallel fsdp: keep gathered layers until backward",
-    )  # fmt: skip
-    parser.add_argument("--no-dropout", dest="dropout", action="store_false", default=None)
-    parser.add_argument(
-        "--padding", action="store_true", default=None,
-        help="sentences differ in length; tokens count the padding",
-    )  # fmt: skip
+    parser.add_argument("--decoder-recompute", help="of the decoder, in the same form")
+    parser.set_defaults(reshard=None, dropout=None)
+    text = "with --parallel fsdp: keep gathered layers until backward"
+    parser.add_argument("--no-reshard", dest="reshard", action="store_false", help=text)
+    parser.add_argument("--no-dropout", dest="dropout", action="store_false")
+    text = "sentences differ in length; tokens count the padding"
+    parser.add_argument("--padding", action="store_true", default=None, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE",
@@ -67,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(args: argparse.Namespace) -> dict:
     """The arguments that were given, as keywords of `plan`."""
-    names = ["budget", "policies", "decoder_policies", "dropout", "padding", "reshard", *CHOICES]
+    names = ["budget", "recompute", "decoder_recompute", "dropout", "padding", "reshard", *CHOICES]
     names += [name.replace("-", "_") for name in NUMBERS]
     options = {name: getattr(args, name) for name in names}
-    for name in ("policies", "decoder_policies"):
+    for name in ("recompute", "decoder_recompute"):
         if options[name] and "," in options[name]:
             options[name] = options[name].split(",")
     return {name: value for name, value in options.items() if value is not None}

@@ -29,7 +29,7 @@ class AttentionPass(DepthPass):
 
     def begin(self, tokens: int) -> None:
         self.query, self.bias = self.parameters
-        self.kind, self.eps = self.owner.weights, self.owner.eps
+        self.kind, self.eps = self.owner.score_function, self.owner.eps
         self.dquery: Tensor | None = None
         self.dbias: Tensor | None = None
         rows = len(self.query)
@@ -151,10 +151,10 @@ class AttentionResiduals(DepthConnection):
             ``rows = reads * L + 1`` pushes, the embedding first.
         block: layers per block; None for the full form.
         window: how many of the newest states a row reads; None for all. Only in the full form.
-        weights: "softmax" or "relu".
-        norm_weight: whether each row has a weight for the channels of n.
+        score_function: "softmax" or "relu", which makes weights of the scores.
+        norm_affine: whether each row has a weight for the channels of n.
         scale: multiplies the scores.
-        states: dtype of the states under autocast, as in `DLCL`.
+        state_dtype: dtype of the states under autocast, as in `DLCL`.
         eps: added to the mean square in the RMSNorm.
         backend: see `deepfast.backend`.
 
@@ -177,18 +177,18 @@ class AttentionResiduals(DepthConnection):
         reads: int = 1,
         block: int | None = None,
         window: int | None = None,
-        weights: str = "softmax",
-        norm_weight: bool = False,
+        score_function: str = "softmax",
+        norm_affine: bool = False,
         scale: float = 1.0,
-        states: str = "float32",
+        state_dtype: torch.dtype | None = torch.float32,
         eps: float = 1e-6,
         backend: str | None = None,
     ):
         sizes = {"block": block, "window": window}
         given = {name: size for name, size in sizes.items() if size is not None}
         checks.whole(self.name, num_layers=num_layers, dim=dim, reads=reads, **given)
-        checks.choice(self.name, ("softmax", "relu"), weights=weights)
-        checks.flag(self.name, norm_weight=norm_weight)
+        checks.choice(self.name, ("softmax", "relu"), score_function=score_function)
+        checks.flag(self.name, norm_affine=norm_affine)
         checks.finite(self.name, "scale", scale)
         checks.eps(self.name, eps)
         if len(given) == 2:
@@ -199,14 +199,14 @@ class AttentionResiduals(DepthConnection):
         else:
             pattern, running = block_pattern(rows, reads * block)
         super().__init__(
-            num_layers, dim, pattern, running=running, norm=None, states=states, eps=eps,
-            backend=backend,
+            num_layers, dim, pattern, running=running, norm=None, state_dtype=state_dtype,
+            eps=eps, backend=backend,
         )  # fmt: skip
         self.reads, self.block, self.window = reads, block, window
-        self.weights, self.scale = weights, scale
+        self.score_function, self.scale = score_function, scale
         self.query = nn.Parameter(torch.empty(rows, dim))
-        self.norm_weight = nn.Parameter(torch.empty(rows, dim)) if norm_weight else None
-        self.bias = nn.Parameter(torch.empty(rows, rows)) if weights == "relu" else None
+        self.norm_weight = nn.Parameter(torch.empty(rows, dim)) if norm_affine else None
+        self.bias = nn.Parameter(torch.empty(rows, rows)) if score_function == "relu" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -249,7 +249,7 @@ class AttentionResiduals(DepthConnection):
         query, means = self.effective_query(), states[0].new_zeros(self.rows, self.rows)
         for row, reads in enumerate(self.pattern):
             s = torch.stack([self._score(states[k], query, row, k) for k in reads], -1)
-            p = s.softmax(-1) if self.weights == "softmax" else s.relu()
+            p = s.softmax(-1) if self.score_function == "softmax" else s.relu()
             means[row, list(reads)] = p.mean(0)
         return means
 
@@ -271,9 +271,9 @@ class AttentionResiduals(DepthConnection):
         return query.index_select(0, rows) * mask.any(1, keepdim=True), bias
 
     def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
-        if self.weights == "softmax":
+        if self.score_function == "softmax":
             attend = ops.depth_attention
-            return attend(sources, weights[k], eps=self.eps, backend=self.backend)  # type: ignore[return-value]
+            return attend(sources, weights[k], eps=self.eps, backend=self.backend)
         dtype = compute_dtype(sources[0].dtype)
         total = torch.zeros_like(sources[0], dtype=dtype)
         for j, source in zip(self.pattern[k], sources, strict=True):
@@ -284,7 +284,7 @@ class AttentionResiduals(DepthConnection):
     def extra_repr(self) -> str:
         return (
             f"num_layers={self.num_layers}, dim={self.dim}, reads={self.reads}, "
-            f"block={self.block}, weights={self.weights!r}"
+            f"block={self.block}, score_function={self.score_function!r}"
         )
 
 

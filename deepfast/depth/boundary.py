@@ -111,7 +111,7 @@ class Push(NamedTuple):
     k: int
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    want_x: bool = True
+    return_x: bool = True
     norm: tuple[float, bool] | None = None
     """eps and rms of an `OutNorm` that came with it."""
     indexed: bool = False
@@ -196,7 +196,7 @@ class _Boundary(torch.autograd.Function):
         norm = push.row_norm(norm_weight, norm_bias)
         # Results are allocated in the branch's shape. The caller could not modify a view of a
         # (T, D) tensor in place.
-        x = common.empty_contiguous(branch) if push.want_x else None
+        x = common.empty_contiguous(branch) if push.return_x else None
         out = None if norm.rstd is None else common.empty_contiguous(branch)
         results: Pair = x, out
         if branch_rows is not branch:
@@ -307,7 +307,7 @@ def boundary(
 
 @torch.no_grad()
 def recompute_row(
-    run: DepthPass, k: int, out_norm: OutNorm | None, want_x: bool = True
+    run: DepthPass, k: int, out_norm: OutNorm | None, return_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """Recomputes (x, out) of boundary k, (T, D), from the states up to k, bit for bit as forward.
 
@@ -317,12 +317,12 @@ def recompute_row(
     run.check_readable(k)
     like = run.states[k]
     if run.row_norms[k] is not None:
-        want_x = False
+        return_x = False
     elif out_norm is not None:
         weight, bias = (common.parameter(p, like.dtype) for p in out_norm[:2])
         out_norm = out_norm._replace(weight=weight, bias=bias)
     norm = run.row_norm(k, out_norm)
-    x = like.new_empty(like.shape) if want_x else None
+    x = like.new_empty(like.shape) if return_x else None
     out = None if norm.rstd is None else like.new_empty(like.shape)
     run.forward_row(Push(run, k), norm, (None, None), (x, out))
     return x, out

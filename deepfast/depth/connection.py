@@ -39,7 +39,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     seed: int | Tensor | None = None
     out_norm: OutNorm | None = None
-    want_x: bool = True
+    return_x: bool = True
 
 
 class DepthConnection(nn.Module):
@@ -54,7 +54,7 @@ class DepthConnection(nn.Module):
         pattern: pattern[l] has the states that row l reads, in ascending order.
         running: running[k]: whether state k is what is pushed plus state k - 1.
         norm: "pre": states have layer-norms; "post": rows have; None.
-        states: what states are under autocast, one of `deepfast.ops.common.STATES`.
+        state_dtype: what states are under autocast: torch.float32, or None for its dtype.
         eps: added to the variance in these layer-norms.
         backend: see `deepfast.backend`.
     """
@@ -62,7 +62,7 @@ class DepthConnection(nn.Module):
     name: str
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
-    norm_kind = "layer"
+    norm_type = "layer"
     begins = 0
     """A row that begins a block."""
     # Each kind of connection has its own.
@@ -85,15 +85,15 @@ class DepthConnection(nn.Module):
         *,
         running: tuple[bool, ...] | None = None,
         norm: str | None,
-        states: str,
+        state_dtype: torch.dtype | None,
         eps: float,
         backend: str | None,
     ):
         super().__init__()
-        checks.choice(self.name, common.STATES, states=states)
+        checks.choice(self.name, (torch.float32, None), state_dtype=state_dtype)
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
-        self.norm, self.states, self.eps, self.backend = norm, states, eps, backend
+        self.norm, self.state_dtype, self.eps, self.backend = norm, state_dtype, eps, backend
         # Set by `deepfast.parallel.shard_tokens`.
         self.shards: Any = None
         # Computed on first use and shared by all passes.
@@ -134,7 +134,7 @@ class DepthConnection(nn.Module):
         dropout_p: float = 0.0,
         seed: int | Tensor | None = None,
         out_norm: OutNorm | None = None,
-        want_x: bool = True,
+        return_x: bool = True,
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         """Pushes a layer's output and returns the next layer's input.
 
@@ -147,7 +147,7 @@ class DepthConnection(nn.Module):
             dropout_p, seed: probability and seed of dropout on ``y``, while ``self.training``.
             out_norm: the next layer's first norm, applied in the same pass:
                 ``LayerNorm(...).as_output()`` or ``RMSNorm(...).as_output()``.
-            want_x: with ``out_norm``, whether to return x too. False needs ``out_norm``.
+            return_x: with ``out_norm``, whether to return x too. False needs ``out_norm``.
 
         Returns:
             x_{k+1}, shaped like y; with ``out_norm``, (x_{k+1} or None, LN(x_{k+1})).
@@ -159,9 +159,9 @@ class DepthConnection(nn.Module):
                 in backward, for a second derivative.
             NotImplementedError: under forward-mode differentiation (dual tensors).
         """
-        if out_norm is None and not want_x:
-            raise ValueError(f"{self.name}: want_x=False needs out_norm, got None")
-        call = Call(y, history, index, residual, dropout_p, seed, out_norm, want_x)
+        if out_norm is None and not return_x:
+            raise ValueError(f"{self.name}: return_x=False needs out_norm, got None")
+        call = Call(y, history, index, residual, dropout_p, seed, out_norm, return_x)
         if not torch.compiler.is_compiling():
             return self._push(call)
         return self._push_outside(call) if history.eager else traced(self, call)
@@ -173,7 +173,7 @@ class DepthConnection(nn.Module):
         checks.tensor(self.name, "the layer's output", call.y)
         if call.residual is not None:
             checks.tensor(self.name, "residual", call.residual)
-        y, residual = common.cast_states(self.states, call.y, call.residual)
+        y, residual = common.cast_states(self.state_dtype, call.y, call.residual)
         k = _check_push(self, y, residual, call)
         if history.state is None:
             self._begin(y, history)
@@ -186,8 +186,8 @@ class DepthConnection(nn.Module):
             y, out_norm = self.shards.push(y, p, seed, out_norm)
             p, seed = 0.0, None
         norm = None if out_norm is None else (out_norm.eps, out_norm.rms)
-        want_x = call.want_x and not (self.norm == "post" and self.has_norm(k))
-        push = Push(history.state, k, p, seed, want_x, norm, call.k is not None)
+        return_x = call.return_x and not (self.norm == "post" and self.has_norm(k))
+        push = Push(history.state, k, p, seed, return_x, norm, call.k is not None)
         x, out = boundary(history, push, y, residual, out_norm)
         if out_norm is not None:
             return x, out

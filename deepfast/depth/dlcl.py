@@ -26,7 +26,7 @@ class ConstantPass(DepthPass):
 
     def begin(self, tokens: int) -> None:
         owner, (self.weight, *self.norms), rows = self.owner, self.parameters, len(self.like)
-        self.eps, self.rms, self.pre = owner.eps, owner.norm_kind == "rms", owner.norm == "pre"
+        self.eps, self.rms, self.pre = owner.eps, owner.norm_type == "rms", owner.norm == "pre"
         self.has_norm = [owner.has_norm(k) for k in range(owner.rows)]
         self.dweight: Tensor | None = None
         self.dnorms: list[Tensor | None] = [None, None]
@@ -147,10 +147,10 @@ class DLCL(DepthConnection):
         num_layers: L. The weights have L + 1 rows: one for each layer's input, one for the output.
         dim: D.
         norm: "pre", "post" or None.
-        norm_kind: "layer" for layer-norms; "rms" for RMS norms, which subtract no mean and have no
+        norm_type: "layer" for layer-norms; "rms" for RMS norms, which subtract no mean and have no
             bias.
-        weight: "scalar", "group" (channel h uses weight h mod ``groups``) or "vector" (one weight
-            per channel).
+        weight_type: "scalar", "group" (channel h uses weight h mod ``groups``) or "vector" (one
+            weight per channel).
         groups: number of weights per pair of layers, for "group".
         init: "average" (1 / (l + 1)), "one" or "identity" (1 on the newest state, 0 elsewhere).
             With ``softmax`` these are the weights after the softmax ("one" becomes "average").
@@ -160,9 +160,9 @@ class DLCL(DepthConnection):
             the pattern is exactly 0 and gets no gradient, and the row does not read its state.
         normalize_embedding: True gives index 0 its LN. By default it has none, and row 0 of
             ``norm_weight`` and ``norm_bias`` is not used.
-        states: dtype of the states, and so of x, under autocast. "float32" widens 16-bit inputs, as
-            torch's layer-norm does on a GPU: the residual stream of a model around it keeps its
-            precision. "autocast" narrows fp32 inputs to autocast's dtype: half the memory, for
+        state_dtype: dtype of the states, and so of x, under autocast. torch.float32 widens 16-bit
+            inputs, as torch's layer-norm does on a GPU: the residual stream of a model around it
+            keeps its precision. None narrows fp32 inputs to autocast's dtype: half the memory, for
             layers that read 16 bits, as those of `TransformerEncoder`. Without autocast states have
             the dtype of what is pushed.
         eps: added to the variance in the layer-norms, or to the mean square in the RMS norms.
@@ -184,8 +184,8 @@ class DLCL(DepthConnection):
         dim: int,
         *,
         norm: str | None = "pre",
-        norm_kind: str = "layer",
-        weight: str = "scalar",
+        norm_type: str = "layer",
+        weight_type: str = "scalar",
         groups: int | None = None,
         init: str = "average",
         learnable: bool = True,
@@ -194,13 +194,13 @@ class DLCL(DepthConnection):
         dilation: int = 1,
         period: int = 1,
         normalize_embedding: bool = False,
-        states: str = "float32",
+        state_dtype: torch.dtype | None = torch.float32,
         eps: float = 1e-5,
         backend: str | None = None,
     ):
         checks.choice("DLCL", ("pre", "post", None), norm=norm)
-        checks.choice("DLCL", ("layer", "rms"), norm_kind=norm_kind)
-        checks.choice("DLCL", ("scalar", "group", "vector"), weight=weight)
+        checks.choice("DLCL", ("layer", "rms"), norm_type=norm_type)
+        checks.choice("DLCL", ("scalar", "group", "vector"), weight_type=weight_type)
         checks.choice("DLCL", ("average", "one", "identity"), init=init)
         checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
         for name, size in (("window", window), ("groups", groups)):
@@ -210,30 +210,30 @@ class DLCL(DepthConnection):
             "DLCL", learnable=learnable, softmax=softmax, normalize_embedding=normalize_embedding
         )
         checks.eps("DLCL", eps)
-        if weight == "group" and groups is None:
-            raise ValueError(f"DLCL: weight='group' needs groups, from 1 to {dim}, got None")
-        if weight != "group" and groups is not None:
-            raise ValueError(f"DLCL: {groups=} needs weight='group', got {weight=}")
+        if weight_type == "group" and groups is None:
+            raise ValueError(f"DLCL: weight_type='group' needs groups, from 1 to {dim}, got None")
+        if weight_type != "group" and groups is not None:
+            raise ValueError(f"DLCL: {groups=} needs weight_type='group', got {weight_type=}")
         if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         pattern = depth_pattern(num_layers + 1, window, dilation, period)
         super().__init__(
-            num_layers, dim, pattern, norm=norm, states=states, eps=eps, backend=backend
+            num_layers, dim, pattern, norm=norm, state_dtype=state_dtype, eps=eps, backend=backend
         )
-        self.kind, self.norm_kind = weight, norm_kind
+        self.weight_type, self.norm_type = weight_type, norm_type
         self.groups, self.init, self.softmax = groups, init, softmax
         self.window, self.dilation, self.period = window, dilation, period
         self.normalize_embedding = normalize_embedding
         # Computed on first use and shared by all passes.
         self._masks: dict[torch.device, Tensor] = {}
         rows = self.rows
-        self.extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight]
+        self.extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight_type]
         """The sizes of a weight of one pair of layers."""
         self.weight = nn.Parameter(torch.empty(rows, rows, *self.extra), requires_grad=learnable)
         self.norm_weight = self.norm_bias = None
         if norm is not None:
             self.norm_weight = nn.Parameter(torch.empty(rows, dim))
-            if norm_kind == "layer":
+            if norm_type == "layer":
                 self.norm_bias = nn.Parameter(torch.empty(rows, dim))
         self.reset_parameters()
 
@@ -260,7 +260,7 @@ class DLCL(DepthConnection):
         mask = self._mask(weight.device)
         mask = mask.view(*mask.shape, *(1,) * len(self.extra))
         weight = _MaskedWeight.apply(weight, mask, self.softmax)
-        if self.kind == "group":
+        if self.weight_type == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
 
@@ -298,8 +298,8 @@ class DLCL(DepthConnection):
     def extra_repr(self) -> str:
         return (
             f"num_layers={self.num_layers}, dim={self.dim}, norm={self.norm!r}, "
-            f"norm_kind={self.norm_kind!r}, "
-            f"weight={self.kind!r}, init={self.init!r}"
+            f"norm_type={self.norm_type!r}, "
+            f"weight_type={self.weight_type!r}, init={self.init!r}"
         )
 
 

@@ -17,7 +17,7 @@ from deepfast.ops.layer_norm import normalise
 
 
 def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
-    return normalise(connection.name, x, None, norm, 0.0, None, connection.backend)
+    return normalise(connection.name, x, None, norm, 0.0, None, connection.backend)[0]
 
 
 def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
@@ -25,10 +25,9 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
     if p == 0:
         return y if residual is None else y + residual
     residual = torch.zeros_like(y) if residual is None else residual
-    _, total = ops.layer_norm(
-        y, None, None, residual=residual, dropout_p=p, training=True, seed=seed, backend=backend
-    )
-    return total
+    return ops.add_layer_norm(
+        y, residual, None, None, dropout_p=p, training=True, seed=seed, backend=backend
+    )[1]
 
 
 def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
@@ -42,7 +41,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
             f"{connection.name}: with sharded tokens a push cannot be traced; make its history "
             "outside of the compiled function or with eager=True"
         )
-    y, residual = common.cast_states(connection.states, call.y, call.residual)
+    y, residual = common.cast_states(connection.state_dtype, call.y, call.residual)
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")
@@ -63,7 +62,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     if connection.has_norm(k):
         norm_weight, norm_bias = connection.norms()
         bias = None if norm_bias is None else norm_bias[k]
-        norm = OutNorm(norm_weight[k], bias, connection.eps, connection.norm_kind == "rms")
+        norm = OutNorm(norm_weight[k], bias, connection.eps, connection.norm_type == "rms")
     if connection.running[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
@@ -82,4 +81,4 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         return _norm(connection, x, norm)
     if call.out_norm is None:
         return x
-    return x if call.want_x else None, _norm(connection, x, call.out_norm)
+    return x if call.return_x else None, _norm(connection, x, call.out_norm)

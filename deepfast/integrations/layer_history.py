@@ -26,7 +26,7 @@ class LayerHistory(DLCL):
         embedding_norm: the entry of the embedding in the list of norms: None (there is none),
             "empty" (without parameters) or "norm".
         parameter: whether W is a parameter; False makes it a constant that no checkpoint has.
-        options: arguments of `DLCL` but ``norm_kind``: the authors have layer-norms.
+        options: arguments of `DLCL` but ``norm_type``: the authors have layer-norms.
 
     Attributes:
         weight: W (L+1, L+1), see `DLCL`.
@@ -45,7 +45,7 @@ class LayerHistory(DLCL):
         parameter: bool = True,
         **options,
     ):
-        super().__init__(num_layers, dim, norm=None, norm_kind="layer", **options)
+        super().__init__(num_layers, dim, norm=None, norm_type="layer", **options)
         self.norm = norm
         self.normalize_embedding = embedding_norm == "norm"
         first: dict[str | None, list[nn.Module]]
@@ -167,9 +167,9 @@ class DynamicLinearCombination(LayerHistory):
                 "authors' code normalises the embedding twice"
             )
         kind, _, groups = args.weight_type.partition("_")
-        options = {"weight": kind}
+        options = {"weight_type": kind}
         if groups:
-            options = {"weight": "group", "groups": int(groups)}
+            options = {"weight_type": "group", "groups": int(groups)}
         super().__init__(
             layers, getattr(args, f"{side}_embed_dim"), "pre" if pre else "post",
             embedding_norm="norm" if args.normalize_embed else "empty",
@@ -186,7 +186,7 @@ class DynamicLinearCombination(LayerHistory):
 
     def effective_weight(self) -> Tensor:
         weight = super().effective_weight()
-        return weight.squeeze(-1) if self.kind == "scalar" else weight
+        return weight.squeeze(-1) if self.weight_type == "scalar" else weight
 
     def push(self, layer: Tensor) -> None:
         """Adds the embedding or a layer's output (..., D)."""

@@ -52,7 +52,7 @@ class _Head(Swapped):
         if wanted is None:
             return super().forward(input)  # type: ignore[misc]
         loss: Any = ops.linear_cross_entropy(
-            input, self.weight, wanted.target.to(input.device), bias=self.bias,
+            input, self.weight, wanted.target.to(input.device), linear_bias=self.bias,
             ignore_index=wanted.ignore_index, reduction="mean" if wanted.items is None else "sum",
         )  # fmt: skip
         items = wanted.items

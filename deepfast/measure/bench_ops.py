@@ -1,6 +1,6 @@
 """Times ops beside plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,10 +9,12 @@ from torch.func import functional_call
 
 from deepfast import backend
 from deepfast.cases import ops, sentences
-from deepfast.cases.case import Case, Computed, Rows, torch_dropout, tuple_of
+from deepfast.cases.case import Case, Computed, Moved, Rows, torch_dropout, tuple_of
 from deepfast.clock import clock_of
-from deepfast.measure.clock import interleave, ratio
+from deepfast.depth.schedule import depth_pattern
+from deepfast.measure.clock import COPY, copy_variant, interleave, ratio
 from deepfast.measure.forms import ATTENTION_FORMS, FORMS, mixing_alone
+from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, AttentionResiduals
 
 PASSES = ("forward", "forward and backward")
@@ -22,7 +24,7 @@ PASSES = ("forward", "forward and backward")
 class Sizes:
     """Sizes of all cases."""
 
-    tokens: int = 2048
+    tokens: int = 1024
     """T."""
     dim: int = 512
     """D."""
@@ -77,18 +79,23 @@ def _connection(
         return functional_call(mixing, named, (y,))
 
     op = "boundary" if isinstance(connection, DLCL) else "attention_boundary"
+    # Of both directions together.
+    moved = engine_moved(depth_pattern(s.layers + 1, None, 1, 1)) * s.tokens * s.dim
     return Case(
         name="connection", op=op, operands={"y": s.rows.random()} | given,
         run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
-        how=f"{s.layers} layers: {plain}",
+        how=f"{s.layers} layers: {plain}", moved=(Moved(), Moved(moved)),
     )  # fmt: skip
 
 
 CASES: dict[str, Callable[[Sizes], Case]] = {
-    "layer_norm": lambda s: ops.layer_norm("", s.rows, p=s.dropout),
-    "rms_norm": lambda s: ops.rms_norm("", s.rows, p=s.dropout),
+    "layer_norm": lambda s: ops.layer_norm("", s.rows, residual=False),
+    "rms_norm": lambda s: ops.rms_norm("", s.rows, residual=False),
+    "add_layer_norm": lambda s: ops.layer_norm("", s.rows, p=s.dropout),
+    "add_rms_norm": lambda s: ops.rms_norm("", s.rows, p=s.dropout),
     "activation": lambda s: ops.activation("", Rows((s.tokens,), 4 * s.dim), p=s.dropout),
     "norm_linear": lambda s: ops.norm_linear("", s.rows, 3 * s.dim, residual=False),
+    "add_norm_linear": lambda s: ops.norm_linear("", s.rows, 3 * s.dim, p=s.dropout),
     "feed_forward": lambda s: ops.feed_forward(
         "", s.rows, 4 * s.dim, "relu", p=s.dropout, residual=False
     ),
@@ -113,32 +120,38 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
 """
 
 
-def measure(op: str, sizes: Sizes, rounds: int) -> list[dict]:
-    """A row for each of `PASSES`: seconds are medians; ``ratio`` is torch's time over deepfast's,
-    the median of the rounds' ratios."""
+def measure(op: str, sizes: Sizes, rounds: int) -> Iterator[dict]:
+    """A row for each of `PASSES`. Seconds are medians; ``ratio`` is torch's time over deepfast's,
+    the median of the rounds' ratios. ``fraction_of_copy`` is the time of a plain copy of as many
+    bytes over deepfast's; None where matrix products take the time."""
     torch.manual_seed(1)
     case = CASES[op](sizes)
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
     both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
 
-    def run(form: Callable, backward: bool):
+    def run(form: Callable, backward: bool, cotangents: list):
         outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
         if not backward:
             return outputs
-        return torch.autograd.grad(
-            outputs, list(leaves.values()), list(map(torch.ones_like, outputs))
-        )
+        if not cotangents:
+            cotangents += map(torch.ones_like, outputs)
+        return torch.autograd.grad(outputs, list(leaves.values()), cotangents)
 
-    rows = []
-    for what in PASSES:
-        runs = {name: partial(run, form, what != "forward") for name, form in both.items()}
+    for number, what in enumerate(PASSES):
+        runs = {name: partial(run, form, number == 1, []) for name, form in both.items()}
         with backend.record() as ran:
             runs["deepfast"]()
-        found = interleave(runs, repeats=rounds, clock=clock_of(sizes.device))
-        rows.append({
+        timed = partial(interleave, repeats=rounds, clock=clock_of(sizes.device))
+        found, fraction = timed(runs), None
+        nbytes = sum(moved.nbytes(sizes.dtype) for moved in case.moved[: number + 1])
+        if nbytes:
+            # Not in turns with the forms: the first one after it would find other caches.
+            found |= timed({COPY: copy_variant(nbytes // 2, sizes.device)[0]})
+            fraction = found[COPY].median / found["deepfast"].median
+        yield {
             "op": op, "pass": what, "torch_form": case.how,
             "backend": "+".join(sorted({by for _, by in ran})),
             "seconds": {name: row.median for name, row in found.items()},
             "ratio": ratio(found["torch"], found["deepfast"]),
-        })  # fmt: skip
-    return rows
+            "moved_bytes": nbytes or None, "fraction_of_copy": fraction,
+        }  # fmt: skip

@@ -40,8 +40,6 @@ class Row:
     """Highest resident memory of the process in that run."""
     note: str | None = None
     """Why a number is missing, or how this row was measured differently from the rest."""
-    rounds: int = field(default=0, repr=False)
-    """How often it is to be timed."""
 
     @property
     def median(self) -> float | None:
@@ -55,9 +53,8 @@ class Row:
 
     def as_dict(self) -> dict:
         """The measurements as plain values, for JSON."""
-        step, values = self.median, asdict(self)
-        del values["rounds"]
-        return values | {
+        step = self.median
+        return asdict(self) | {
             "median_seconds": step,
             "tokens_per_second": self.tokens / step if step else None,
             "gb_per_second": self.gb_per_second,
@@ -94,31 +91,10 @@ def ratio(slow: Row, fast: Row) -> float:
     return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
 
 
-def copy_variant(nbytes: int = 1 << 27) -> tuple[Callable[[], object], int]:
+def copy_variant(
+    nbytes: int = 1 << 27, device: torch.device | str = "cpu"
+) -> tuple[Callable[[], object], int]:
     """A plain copy, for comparison, and the bytes that it moves (one read and one write)."""
-    source = torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2 * nbytes
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a plain copy, read plus written bytes."""
-    run, nbytes = copy_variant()
-    return nbytes / interleave({COPY: run}, repeats=9)[COPY].median / 1e9
-
-
-def claim(
-    what: str, value: float | None, wanted: float, *, at_most: bool = False, **more: object
-) -> dict:
-    """Prints a number beside its target; returns both as plain values.
-
-    Args:
-        value: None if it was not measured.
-        at_most: whether a smaller number is better.
-        more: further fields of the result.
-    """
-    met = value is not None and (value <= wanted if at_most else value >= wanted)
-    value = None if value is None else round(value, 3)
-    target = f"at {'most' if at_most else 'least'} {wanted}"
-    print(f"  {'ok  ' if met else 'MISS'} {what}: {value} ({target})", flush=True)
-    return {"what": what, "value": value, "target": target, "met": met, **more}

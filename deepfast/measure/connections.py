@@ -59,7 +59,7 @@ def connections(settings: Settings) -> list[Turns]:
     for depth in settings.connection_depths:
         rows = [row for name in CONNECTIONS for row in _rows(settings, depth, name)]
         make = partial(ConnectionCase, settings, depth, rows)
-        found.append(Turns("connections", f"{depth} layers", rows, make))
+        found.append(Turns("connections", f"{depth} layers", rows, make, settings.rounds))
     return found
 
 
@@ -75,7 +75,6 @@ def _rows(settings: Settings, depth: int, name: str) -> tuple[Row, Row]:
         Row(variant=f"{name}: {form}", what=name, depth=depth, tokens=settings.connection_tokens)
         for form in (OURS, PLAIN)
     )
-    plain.rounds, ours.rounds = settings.connection_slow_rounds, settings.connection_rounds
     if name != BY_TOKEN:
         ours.nbytes = 4 * state * engine_moved(pattern, running)
     # Every stack, and the states, gradients and products of the last rows.

@@ -1,9 +1,12 @@
-"""Tables on the terminal, by rich."""
+"""Tables and progress on the terminal, by rich."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import rich.console
 from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 
@@ -31,3 +34,22 @@ def show_table(
     for cells in rows:
         table.add_row(*cells)
     Console(highlight=False).print(table)
+
+
+@contextlib.contextmanager
+def progress(count: int) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on standard error, and nothing where that is no terminal. It gives a function
+    that takes the number of finished steps, of ``count``, and what runs now.
+    """
+    bar = Progress(
+        BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}", markup=False),
+        console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True,
+        # What is printed meanwhile stays on standard output; on a terminal it is above the bar.
+        redirect_stdout=sys.stdout.isatty(),
+        # A redraw takes a millisecond of a core, and what is measured may be running.
+        refresh_per_second=1,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("", total=count, now="")
+        yield lambda done, now: bar.update(task, completed=done, now=now)

@@ -1,7 +1,6 @@
 """The encoders that are compared: deepfast's with different connections, and plain PyTorch's."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
-from deepfast.measure.forms import FORMS
+from deepfast.measure.forms import FORMS, InStack
 from deepfast.measure.settings import Settings
 from deepfast.memory.eager import CHECKPOINTED, EAGER, RESIDUAL, STACK
 from deepfast.memory.sizes import Sizes
@@ -26,39 +25,12 @@ DROPOUT = 0.1
 """The size of the models whose memory is measured."""
 
 
-class FormEncoder(nn.Module):
-    """A pre-norm DLCL encoder whose sum over layers is computed by a form of `measure.forms`.
-
-    Layers, layer-norms and every parameter are those of ``encoder``; only the computation between
-    two layers differs. The last branch of a layer has no dropout here, so ``encoder`` must not have
-    any.
-    """
-
-    def __init__(self, encoder: TransformerEncoder, form: Callable):
-        super().__init__()
-        if not isinstance(encoder.connection.depth, DLCL) or encoder.connection.norm != "pre":
-            raise ValueError("FormEncoder: expected a pre-norm encoder with connection='dlcl'")
-        if encoder.connection.dropout:
-            raise ValueError(f"FormEncoder: expected dropout 0, got {encoder.connection.dropout}")
-        self.encoder, self.form = encoder, form
-
-    def forward_packed(self, x_TD: Tensor, packing: Packing) -> Tensor:
-        """Real tokens (T, D) to (T, D)."""
-        connection = self.encoder.connection
-        connect = self.form(connection.depth)
-        x = connect(x_TD)
-        for layer, norm in zip(self.encoder.layers, connection.norms, strict=False):
-            residual, branch = layer(x, normed=norm(x), packing=packing)
-            x = connect(residual + branch)
-        return connection.norms[-1](x)
-
-
 class StepCase:
     """A step at one depth: an input, a target, and all variants over the same parameters."""
 
     def __init__(self, settings: Settings, depth: int, activation: str = "relu"):
         torch.manual_seed(settings.seed)
-        sizes = (depth, settings.dim, settings.heads, settings.ffn_dim)
+        sizes = (depth, settings.dim, settings.num_heads, settings.ffn_dim)
         options: dict[str, Any] = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
         dlcl = self.encoder.connection.depth
@@ -66,14 +38,18 @@ class StepCase:
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
-        with torch.device("meta"):
-            plain = TransformerEncoder(*sizes, connection="residual", **options)
-        plain.layers = self.encoder.layers
-        plain.connection.norms = self.encoder.connection.norms
-        self.models: dict[str, TransformerEncoder | FormEncoder] = {
-            name: FormEncoder(self.encoder, form) for name, form in FORMS.items()
-        }
-        self.models |= {RESIDUAL: plain, "deepfast": self.encoder}
+
+        def beside(connection: str) -> TransformerEncoder:
+            """An encoder of the same layers and norms."""
+            with torch.device("meta"):
+                made = TransformerEncoder(*sizes, connection=connection, **options)
+            made.layers, made.connection.norms = self.encoder.layers, self.encoder.connection.norms
+            return made
+
+        self.models = {name: beside("dlcl") for name in FORMS}
+        for name, form in FORMS.items():
+            self.models[name].connection.dlcl = InStack(form, dlcl)
+        self.models |= {RESIDUAL: beside("residual"), "deepfast": self.encoder}
         self.x = torch.randn(settings.tokens, settings.dim)
         self.target = torch.randn(settings.tokens, settings.dim)
         self.packing = Packing(settings.batch, settings.length)
@@ -96,9 +72,9 @@ class StepCase:
 class PlainLayer(nn.Module):
     """A pre-norm encoder layer of plain torch: (B, S, D) to (B, S, D)."""
 
-    def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float):
+    def __init__(self, dim: int, num_heads: int, ffn_dim: int, dropout: float):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.num_heads, self.dropout = num_heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.query_key_value, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
@@ -106,8 +82,8 @@ class PlainLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
         qkv = self.query_key_value(self.norm1(x))
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        a = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(dim // self.heads))
+        q, k, v = qkv.view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(dim // self.num_heads))
         a = self.out(a.transpose(1, 2).reshape(batch, length, dim))
         x = x + F.dropout(a, self.dropout, self.training)
         f = self.down(F.relu(self.up(self.norm2(x))))
@@ -122,12 +98,14 @@ class PlainEncoder(nn.Module):
     """
 
     def __init__(
-        self, layers: int, dim: int, heads: int, ffn_dim: int, dropout: float = DROPOUT,
+        self, layers: int, dim: int, num_heads: int, ffn_dim: int, dropout: float = DROPOUT,
         form: str = RESIDUAL,
     ):  # fmt: skip
         super().__init__()
         self.form = form
-        self.layers = nn.ModuleList(PlainLayer(dim, heads, ffn_dim, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            PlainLayer(dim, num_heads, ffn_dim, dropout) for _ in range(layers)
+        )
         self.dlcl = DLCL(layers, dim) if form in FORMS else None
         self.norm = nn.LayerNorm(dim)
 
@@ -146,20 +124,20 @@ class EncoderModel(nn.Module):
     """An embedding, an encoder, and a loss over the vocabulary whose projection is the embedding.
 
     Args:
-        sizes: width, heads, layers and so on; an encoder alone.
+        sizes: dim, num_heads, layers and so on; an encoder alone.
         form: for plain torch, which computes all logits at once, one of
-            `deepfast.memory.eager.EAGER`; for deepfast the memory policy of all layers.
+            `deepfast.memory.eager.EAGER`; for deepfast the recompute policy of all layers.
     """
 
     def __init__(self, sizes: Sizes, form: str):
         super().__init__()
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        shape = sizes.layers, sizes.width, sizes.heads, sizes.ffn
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
+        shape = sizes.num_layers, sizes.dim, sizes.num_heads, sizes.ffn_dim
         self.plain = form in EAGER
         if self.plain:
             self.encoder: nn.Module = PlainEncoder(*shape, form=form)
         else:
-            self.encoder = TransformerEncoder(*shape, dropout=DROPOUT, memory=form)
+            self.encoder = TransformerEncoder(*shape, dropout=DROPOUT, recompute=form)
 
     def loss(self, tokens_BS: Tensor, target_BS: Tensor) -> Tensor:
         """Mean cross-entropy of (B, S) targets."""
@@ -168,4 +146,4 @@ class EncoderModel(nn.Module):
         if self.plain:
             return F.cross_entropy(F.linear(y, weight).flatten(0, 1), target)
         hidden = y.flatten(0, 1)
-        return ops.linear_cross_entropy(hidden, weight, target)  # type: ignore[return-value]
+        return ops.linear_cross_entropy(hidden, weight, target)

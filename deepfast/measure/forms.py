@@ -178,19 +178,20 @@ ATTENTION_FORMS: dict[str, Callable[[AttentionResiduals], Callable]] = {
 
 
 class InStack(nn.Module):
-    """A form in the place of the `AttentionResiduals` of a stack with layer-norms."""
+    """A form in the place of the `DLCL` or `AttentionResiduals` of a pre-norm stack with
+    layer-norms."""
 
-    def __init__(self, form, residuals: AttentionResiduals):
+    def __init__(self, form, module: DLCL | AttentionResiduals):
         super().__init__()
-        self.form, self.residuals = form, residuals
+        self.form, self.module = form, module
 
-    def forward(self, y, history, *, residual, dropout_p, out_norm, want_x):
+    def forward(self, y, history, *, residual, dropout_p, out_norm, return_x=True):
         if history.owner is None:
-            history.owner = self.form(self.residuals)
+            history.owner = self.form(self.module)
         v = F.dropout(y, dropout_p, self.training)
         x = history.owner(v if residual is None else v + residual)
         n = F.layer_norm(x, x.shape[-1:], out_norm.weight, out_norm.bias, out_norm.eps)
-        return x if want_x else None, n
+        return x if return_x else None, n
 
 
 # ---- MUDD ----------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""The jobs of a report, and a bar that shows the current one."""
+"""The jobs of a report."""
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from deepfast.clock import on_cpu
 from deepfast.measure.clock import Row
+from deepfast.measure.console import progress
 from deepfast.measure.machine import ResidentPeak, free_bytes
 from deepfast.memory import LiveBytes
 
@@ -40,6 +39,8 @@ class Turns:
     make: Callable[[], Any]
     """Builds what the variants share when the first job runs; it lives until the last job is
     dropped. Its method ``run`` takes a variant's name and leaves no gradients."""
+    rounds: int = 0
+    """How often each variant is timed."""
 
     def jobs(self) -> list[Job]:
         """The jobs that fill the rows."""
@@ -50,8 +51,7 @@ class Turns:
             return Job(self.part, label, partial(fill, row, case))
 
         jobs = [job(row, "memory", _count) for row in self.rows]
-        for number in range(max(row.rounds for row in self.rows)):
-            jobs += [job(row, "time", _time) for row in self.rows if number < row.rounds]
+        jobs += [job(row, "time", _time) for _ in range(self.rounds) for row in self.rows]
         return jobs
 
 
@@ -75,41 +75,17 @@ def _time(row: Row, case: Callable[[], Any]) -> None:
         row.seconds.append(on_cpu(partial(case().run, row.variant)))
 
 
-class Progress:
-    """Runs jobs and tells the current one: in a bar on a terminal, elsewhere in a line for each."""
-
-    def __init__(self, terminal: bool | None = None):
-        self.terminal = sys.stdout.isatty() if terminal is None else terminal
-        self.seconds: dict[str, float] = {}
-        """Wall time of each part."""
-
-    def run(self, jobs: list[Job]) -> None:
-        """Runs the jobs in order; drops each one afterwards, with everything that it holds."""
-        count = len(jobs)
-        with self._shown(count) as tell:
-            while jobs:
-                job = jobs.pop(0)
-                tell(count - len(jobs), f"{job.part}: {job.label}")
-                self._run(job)
-
-    def _run(self, job: Job) -> None:
-        began = time.perf_counter()
-        try:
-            job.run()
-        finally:
-            took = time.perf_counter() - began
-            self.seconds[job.part] = self.seconds.get(job.part, 0.0) + took
-
-    @contextlib.contextmanager
-    def _shown(self, count: int) -> Iterator[Callable[[int, str], None]]:
-        """A function that tells the number of the current job and what it does."""
-        if not self.terminal:
-            yield lambda number, now: print(f"{number:>4} of {count}  {now}", flush=True)
-            return
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
-
-        columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()
-        with Bar(*columns, TextColumn("{task.fields[now]}", markup=False)) as bar:
-            task = bar.add_task("", total=count, now="")
-            yield lambda number, now: bar.update(task, completed=number, now=now)
+def run_jobs(jobs: list[Job], seconds: dict[str, float]) -> None:
+    """Runs the jobs in order, with a progress bar; drops each one afterwards, with everything that
+    it holds. Adds their wall time to the ``seconds`` of their part."""
+    count = len(jobs)
+    with progress(count) as step:
+        while jobs:
+            done, job = count - len(jobs), jobs.pop(0)
+            step(done, f"{job.part}: {job.label}")
+            began = time.perf_counter()
+            try:
+                job.run()
+            finally:
+                took = time.perf_counter() - began
+                seconds[job.part] = seconds.get(job.part, 0.0) + took

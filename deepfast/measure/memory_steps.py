@@ -24,15 +24,15 @@ PARAMETERS = "parameters"
 """A category of a plan's table."""
 
 BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
-MODEL: dict[str, Any] = {"width": 512, "tokens": 8192, "vocabulary": 32_000, "decoder_layers": 0}
+MODEL: dict[str, Any] = {"dim": 512, "tokens": 8192, "vocab_size": 32_000, "decoder_layers": 0}
 """Sizes of the planned models. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
 CUDA."""
 PLANNED = "deepfast"
 
-HELD_MODEL: dict[str, Any] = {"width": 64, "vocabulary": 4000, "decoder_layers": 0, "device": "cpu"}
+HELD_MODEL: dict[str, Any] = {"dim": 64, "vocab_size": 4000, "decoder_layers": 0, "device": "cpu"}
 """Sizes of the counted models: an eighth of `MODEL`, tokens and heads included."""
 HELD_BATCH, HELD_LENGTH = 32, 32
-HELD_POLICIES = {"deepfast, keep": "keep", "deepfast, history": "history"}
+HELD_POLICIES = {f"deepfast, recompute={p}": p for p in ("none", "layer+input")}
 """Form -> policy of all layers."""
 DTYPES = ("float32", "bfloat16")
 
@@ -47,15 +47,15 @@ class PolicyCase:
         torch.manual_seed(settings.seed)
         sizes = predicted(settings, depth, POLICIES[0]).sizes
         self.encoder = TransformerEncoder(
-            depth, sizes.width, sizes.heads, sizes.ffn, dropout=DROPOUT
+            depth, sizes.dim, sizes.num_heads, sizes.ffn_dim, dropout=DROPOUT
         )
         self.packing = Packing(settings.memory_batch, settings.length)
-        self.x = torch.randn(sizes.tokens, sizes.width, requires_grad=True)
-        self.gradient = torch.ones(sizes.tokens, sizes.width)
+        self.x = torch.randn(sizes.tokens, sizes.dim, requires_grad=True)
+        self.gradient = torch.ones(sizes.tokens, sizes.dim)
 
     def run(self, policy: str) -> None:
         """Forward and backward with every layer under ``policy``."""
-        self.encoder.set_memory(policy)
+        self.encoder.set_recompute(policy)
         # The first state is made in the step, like the result of an embedding.
         y = self.encoder.forward_packed(self.x * 1, self.packing)
         y.backward(self.gradient)
@@ -66,9 +66,9 @@ class PolicyCase:
 def predicted(settings: Settings, depth: int, policy: str) -> Plan:
     """The plan of `deepfast.memory.plan` for a `PolicyCase`; nothing of it is measured."""
     return plan(
-        budget="1TiB", layers=depth, width=settings.memory_dim, tokens=settings.memory_tokens,
-        vocabulary=0, decoder_layers=0, dtype="float32", optimizer="none", device="cpu",
-        length=settings.length, policies=policy,
+        budget="1TiB", num_layers=depth, dim=settings.memory_dim, tokens=settings.memory_tokens,
+        vocab_size=0, decoder_layers=0, dtype="float32", optimizer="none", device="cpu",
+        length=settings.length, recompute=policy,
     )  # fmt: skip
 
 
@@ -81,16 +81,16 @@ def policies(settings: Settings) -> list[Turns]:
             known = predicted(settings, depth, policy)
             row = Row(variant=policy, depth=depth, tokens=settings.memory_tokens)
             row.predicted_bytes = known.peak - known.table[PARAMETERS]
-            row.rounds = settings.policy_rounds if depth == settings.policy_depth else 0
             rows.append(row)
         make = partial(PolicyCase, settings, depth)
-        found.append(Turns("memory policies", f"{depth} layers", rows, make))
+        rounds = settings.rounds if depth == settings.policy_depth else 0
+        found.append(Turns("recompute policies", f"{depth} layers", rows, make, rounds))
     return found
 
 
 def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
     """Sizes, and the rows with ratios: predicted to measured peaks, with and without parameters,
-    and times to the time of `keep`."""
+    and times to the time of `none`."""
     sizes = predicted(settings, 1, POLICIES[0]).sizes
     keep = next((r for r in rows if r.seconds and r.variant == POLICIES[0]), None)
     found = []
@@ -111,7 +111,8 @@ def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
         })  # fmt: skip
     return {
         "tokens": settings.memory_tokens, "sentences": settings.memory_batch,
-        "dim": sizes.width, "heads": sizes.heads, "ffn_dim": sizes.ffn, "dropout": DROPOUT,
+        "dim": sizes.dim, "num_heads": sizes.num_heads, "ffn_dim": sizes.ffn_dim,
+        "dropout": DROPOUT,
         "rows": found,
     }  # fmt: skip
 
@@ -134,7 +135,7 @@ def planned(budget: str) -> Plan | None:
 
 def planned_sizes() -> Sizes:
     """The sizes of `MODEL` with one layer."""
-    return plan(budget="1TiB", layers=1, **MODEL).sizes
+    return plan(budget="1TiB", num_layers=1, **MODEL).sizes
 
 
 def deepest_eager(form: str, budget: int) -> int:
@@ -142,9 +143,9 @@ def deepest_eager(form: str, budget: int) -> int:
     sizes = planned_sizes()
 
     def exceeds(layers: int) -> bool:
-        return eager_peak(replace(sizes, layers=layers), form) > budget
+        return eager_peak(replace(sizes, num_layers=layers), form) > budget
 
-    return bisect.bisect_left(range(1, MOST["layers"]), True, key=exceeds)
+    return bisect.bisect_left(range(1, MOST["num_layers"]), True, key=exceeds)
 
 
 def deepest() -> dict:
@@ -154,9 +155,9 @@ def deepest() -> dict:
     """
     plans = [planned(budget) for budget in BUDGETS]
     layers = {form: [deepest_eager(form, parse_bytes(b)) for b in BUDGETS] for form in EAGER}
-    layers[PLANNED] = [0 if found is None else found.sizes.layers for found in plans]
+    layers[PLANNED] = [0 if found is None else found.sizes.num_layers for found in plans]
     told = [
-        found and {"policies": describe(found.policies), "time": found.time} for found in plans
+        found and {"policies": describe(found.recompute), "time": found.time} for found in plans
     ]  # fmt: skip
     budgets = [{"name": budget, "bytes": parse_bytes(budget)} for budget in BUDGETS]
     return {"model": MODEL, "budgets": budgets, "layers": layers, "plans": told}
@@ -172,7 +173,7 @@ class HeldCase:
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         shape = sizes.tokens // sizes.length, sizes.length
-        self.tokens, self.target = (torch.randint(sizes.vocabulary, shape) for _ in range(2))
+        self.tokens, self.target = (torch.randint(sizes.vocab_size, shape) for _ in range(2))
 
     def run(self, form: str) -> None:
         model = EncoderModel(self.sizes, HELD_POLICIES.get(form, form))
@@ -209,6 +210,6 @@ def held_chapter(rows: list[Row]) -> dict:
 def held_sizes(depth: int, dtype: str) -> Sizes:
     """The sizes of a small model."""
     return plan(
-        budget="1TiB", layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
+        budget="1TiB", num_layers=depth, dtype=dtype, tokens=HELD_BATCH * HELD_LENGTH,
         length=HELD_LENGTH, **HELD_MODEL,
     ).sizes  # fmt: skip

@@ -94,14 +94,14 @@ def _card(
 
 
 def _frugal(rows: list[dict]) -> list[dict]:
-    """What the policy that saves most costs and saves against `keep`, if both were timed."""
+    """What the policy that saves most costs and saves against `none`, if both were timed."""
     timed = {row["variant"]: row for row in rows if row["relative"]}
     if POLICIES[-1] not in timed:
         return []
     keep, last = timed[POLICIES[0]], timed[POLICIES[-1]]
     return [{
         "value": f"{keep['peak_bytes'] / last['peak_bytes']:.2f}×",
-        "label": f"less memory with policy {POLICIES[-1]} than with keep",
+        "label": f"less memory with recompute={POLICIES[-1]} than without",
         "detail": f"for {last['relative']:.2f}× the time, {last['depth']} layers",
     }]  # fmt: skip
 

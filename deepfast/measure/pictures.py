@@ -16,14 +16,15 @@ from typing import Any
 from deepfast.files import require, write_atomically
 from deepfast.memory.eager import RESIDUAL
 
+# Apart for colour-blind readers too: most are of Okabe and Ito.
 COLORS = {
     "deepfast": "#0b6e4f",
     RESIDUAL: "#7a7a7a",
-    "stack and sum": "#b3261e",
-    "DenseFormer form": "#8250c4",
-    "loop of adds": "#c77700",
+    "stack and sum": "#d55e00",
+    "DenseFormer form": "#b8548f",
+    "loop of adds": "#b8860b",
 }
-BLUE, GREY = "#2f6db5", "#555555"
+BLUE, GREY = "#0072b2", "#555555"
 WIDTH, HEIGHT = 4.3, 3.3
 STYLE = {
     "svg.fonttype": "none",
@@ -81,10 +82,11 @@ def new_figure(width: float = WIDTH, height: float = HEIGHT):
 
 @contextlib.contextmanager
 def picture(
-    path: Path, width: float = WIDTH, height: float = HEIGHT, **changes: object
-) -> Iterator[Any]:
+    path: Path, width: float = WIDTH, height: float = HEIGHT, *, ground: str = "white",
+    **changes: object,
+) -> Iterator[Any]:  # fmt: skip
     """A figure to draw on, in inches; at the end of the block it is written to ``path`` as SVG or
-    PNG, by the file's ending. ``changes`` as in `styled`."""
+    PNG, by the file's ending. ``ground`` is the colour behind it, ``changes`` as in `styled`."""
     with styled(**changes):
         figure = new_figure(width, height)
         yield figure
@@ -92,7 +94,7 @@ def picture(
         metadata = {"Date": None} if path.suffix == ".svg" else None
         content = io.BytesIO()
         figure.savefig(
-            content, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor="white",
+            content, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor=ground,
             metadata=metadata,
         )  # fmt: skip
     write_atomically(path, content.getvalue())
@@ -149,10 +151,15 @@ def label_ends(axes, curves: Mapping[str, Curve], look: Look) -> None:
         )  # fmt: skip
 
 
-def over_depth(axes, curves: Mapping[str, Curve], look: Look, across: str = "encoder layers"):
-    """Numbers over depth on two logarithmic axes, one curve for each name of ``curves``.
+def over_depth(
+    axes, curves: Mapping[str, Curve], look: Look, across: str = "encoder layers", *,
+    log: bool = False,
+) -> None:  # fmt: skip
+    """Numbers over depth on axes from zero, one curve for each name of ``curves``.
 
-    across: the label of the horizontal axis, if it is not depth.
+    Args:
+        across: the label of the horizontal axis, if it is not depth.
+        log: for numbers of a thousandfold range, two logarithmic axes.
     """
     for name, points in curves.items():
         main = name in look.strong
@@ -162,14 +169,18 @@ def over_depth(axes, curves: Mapping[str, Curve], look: Look, across: str = "enc
             zorder=3 if main else 2, linestyle="--" if name in look.dashed else "-",
         )  # fmt: skip
     depths = sorted({x for points in curves.values() for x, _ in points})
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(depths, [f"{d:g}" for d in depths])
-    axes.minorticks_off()
-    axes.set_xlim(depths[0] * 0.85, depths[-1] * 1.05)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
     axes.set_xlabel(across)
+    if log:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.set_xlim(depths[0] * 0.85, depths[-1] * 1.05)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_yticks(_ticks([y for points in curves.values() for _, y in points]))
+    else:
+        axes.set_xlim(0, depths[-1] * 1.02)
+        axes.set_ylim(0)
+    axes.set_xticks(depths, [f"{d:g}" for d in depths])
     label_ends(axes, curves, look)
 
 

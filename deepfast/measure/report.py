@@ -8,7 +8,7 @@ from dataclasses import asdict
 from deepfast.measure import memory_steps
 from deepfast.measure.clock import COPY, Row
 from deepfast.measure.connections import connections
-from deepfast.measure.jobs import Job, Progress, Turns
+from deepfast.measure.jobs import Job, Turns, run_jobs
 from deepfast.measure.machine import environment
 from deepfast.measure.report_pictures import memory_curves, memory_title
 from deepfast.measure.settings import Settings
@@ -26,7 +26,7 @@ CHAPTERS: dict[str, Callable[[Settings], list[Turns]]] = {
 """Key of report.json -> what is measured for it, from the settings."""
 
 
-def make_report(settings: Settings, command: str, progress: Progress) -> dict:
+def make_report(settings: Settings, command: str) -> dict:
     """Runs all jobs of a report; returns the content of report.json.
 
     Ctrl-C ends the measurements. The report then has what was measured before.
@@ -34,7 +34,6 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
     Args:
         settings: sizes and counts of runs.
         command: the command that makes the same report again, for the page.
-        progress: runs the jobs and shows the progress.
     """
     same: dict = {"rows": []}
 
@@ -51,9 +50,9 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
     if training is not None:
         jobs += [_kept_going(job, training) for job in training.jobs()]
     machine = environment()
-    interrupted = False
+    interrupted, seconds = False, dict[str, float]()
     try:
-        progress.run(jobs)
+        run_jobs(jobs, seconds)
     except KeyboardInterrupt:
         interrupted = True
     sizes = memory_steps.planned_sizes()
@@ -73,7 +72,7 @@ def make_report(settings: Settings, command: str, progress: Progress) -> dict:
         "deepest": memory_steps.deepest(),
         "curves": {"title": memory_title(sizes), "points": memory_curves(sizes)},
         "training": {"status": "not asked for"} if training is None else training.chapter,
-        "seconds": progress.seconds | {"total": sum(progress.seconds.values())},
+        "seconds": seconds | {"total": sum(seconds.values())},
     }
     return _plain(report)
 

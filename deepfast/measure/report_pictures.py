@@ -33,13 +33,13 @@ DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 """Layers of the memory curves."""
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
 """A colour for each policy."""
-NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
+NAMES = {policy: f"deepfast, recompute={policy}" for policy in POLICIES}
 """Policy -> name of its curve."""
 STEPS = Look(COLORS, strong=("deepfast",), dashed=(RESIDUAL,))
 MEMORY = Look(
     dict(zip(NAMES.values(), GREENS, strict=True))
     | {form: COLORS.get(form, BLUE) for form in (*EAGER, "deepfast")},
-    strong=(NAMES["keep"], NAMES["history"], "deepfast"), dashed=(RESIDUAL,),
+    strong=(NAMES["none"], NAMES["layer+input"], "deepfast"), dashed=(RESIDUAL,),
 )  # fmt: skip
 CONNECTION_COLORS = COLORS["deepfast"], BLUE, COLORS["DenseFormer form"], COLORS["loop of adds"]
 MEMORY_HEIGHT = 3.9
@@ -137,13 +137,13 @@ def _deepest(axes, report: dict) -> None:
         if any(layers)
     }
     axes.set_title("most layers that fit")
-    over_depth(axes, curves, MEMORY, "GiB of the device")
+    over_depth(axes, curves, MEMORY, "GiB of the device", log=True)
 
 
 def _memory(axes, report: dict) -> None:
     """Predicted memory over depth, of `memory_curves`."""
     axes.set_title(report["curves"]["title"])
-    over_depth(axes, report["curves"]["points"], MEMORY)
+    over_depth(axes, report["curves"]["points"], MEMORY, log=True)
 
 
 def _losses(axes, report: dict) -> None:
@@ -196,7 +196,7 @@ PICTURES = {
     "connection-traffic": _of_connections("nbytes", "counted traffic, GB", 1e-9),
     "connection-time": _of_connections("median_seconds", "time, ms", 1e3),
     "connection-memory": _of_connections("peak_bytes", "peak memory, MiB", 1 / MIB),
-    "policies": Picture("Peak memory over the time of a step, every memory policy", _policies),
+    "policies": Picture("Peak memory over the time of a step, every recompute policy", _policies),
     "deepest": Picture(
         "Most encoder layers that fit, over budgets of memory", _deepest, height=MEMORY_HEIGHT
     ),
@@ -218,9 +218,9 @@ def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     mixes = sizes.connection in MIXING
     found: dict[str, list[tuple[int, float]]] = {}
     for layers in DEPTHS:
-        deep = replace(sizes, layers=layers)
+        deep = replace(sizes, num_layers=layers)
         peaks = {form: eager_peak(deep, form) for form in EAGER}
-        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if mixes or p != "history"}
+        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if mixes or p != "layer+input"}
         for name, peak in peaks.items():
             found.setdefault(name, []).append((layers, peak / GIB))
     return found
@@ -228,7 +228,7 @@ def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
 
 def memory_title(sizes: Sizes) -> str:
     """The title of a picture of ``sizes``, one line."""
-    return f"predicted peak of a step, GiB: {sizes.width} wide, {sizes.tokens:,} tokens"
+    return f"predicted peak of a step, GiB: {sizes.dim} wide, {sizes.tokens:,} tokens"
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -238,4 +238,4 @@ def draw_plan(plan: Plan, path: Path) -> None:
         axes = figure.add_subplot()
         axes.set_title(memory_title(plan.sizes))
         line_at(axes, f"budget {format_bytes(plan.budget)}", plan.budget / GIB)
-        over_depth(axes, memory_curves(plan.sizes), MEMORY)
+        over_depth(axes, memory_curves(plan.sizes), MEMORY, log=True)

@@ -8,7 +8,7 @@ RECIPE, TWIN = "phrases-dlcl30", "phrases-postnorm30"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sizes of a report. The defaults take about 6 minutes on 2 slow cores."""
+    """Sizes of a report. The defaults take about 7 minutes on 2 slow cores."""
 
     depths: tuple[int, ...] = (6, 30, 60, 100)
     """Layers of the encoders that are compared."""
@@ -18,25 +18,21 @@ class Settings:
     """Tokens of a sentence."""
     dim: int = 256
     """D."""
-    heads: int = 4
+    num_heads: int = 4
     """H."""
     ffn_dim: int = 1024
     """F."""
-    rounds: int = 4
-    """Timed runs of deepfast and of the plain residual stack, in turns."""
-    slow_rounds: int = 1
-    """Timed runs of the other forms."""
+    rounds: int = 3
+    """Timed runs of every variant, in turns."""
     mixing_depth: int = 100
     """Layers of the stack whose connection is measured alone."""
     memory_batch: int = 32
-    """Sentences of a step where memory policies are measured."""
+    """Sentences of a step where recompute policies are measured."""
     memory_dim: int = 128
     """D of these steps, with heads of 64 and F = 4 D. With few tokens for its width, gradients
     would hide what the policies save."""
     policy_depth: int = 60
     """Layers of the encoder whose policies are timed; one of ``depths``."""
-    policy_rounds: int = 3
-    """Timed runs of every policy, in turns."""
     held_depths: tuple[int, ...] = (6, 30)
     """Layers of the small models that the closed forms are compared with."""
     connection_depths: tuple[int, ...] = (12, 24, 48, 96)
@@ -45,14 +41,10 @@ class Settings:
     """T of these stacks."""
     connection_dim: int = 128
     """D of these stacks."""
-    connection_rounds: int = 5
-    """Timed runs of deepfast's connections, in turns with plain PyTorch's."""
-    connection_slow_rounds: int = 2
-    """Timed runs of plain PyTorch's."""
     training: bool = True
     """Whether to train."""
     overrides: tuple[str, ...] = (
-        "model.dim=64", "model.heads=2", "model.ffn_dim=256", "model.dropout=0.0",
+        "model.dim=64", "model.num_heads=2", "model.ffn_dim=256", "model.dropout=0.0",
         "optim.lr=4e-3", "optim.warmup=80", "data.max_tokens=500",
     )  # fmt: skip
     """key=value for both recipes."""
@@ -74,7 +66,7 @@ class Settings:
 
     @property
     def memory_tokens(self) -> int:
-        """T of a step in the measurements of memory policies."""
+        """T of a step in the measurements of recompute policies."""
         return self.memory_batch * self.length
 
     @property
@@ -86,17 +78,17 @@ class Settings:
 DEFAULT = Settings()
 
 FULL = replace(
-    DEFAULT, batch=64, rounds=5, slow_rounds=2, memory_batch=64, memory_dim=256, overrides=(),
-    steps=500, twin_steps=200, connection_tokens=1024,
+    DEFAULT, batch=64, memory_batch=64, memory_dim=256, overrides=(), steps=500, twin_steps=200,
+    connection_tokens=1024,
 )  # fmt: skip
-"""The sizes of the README's table."""
+"""Larger sizes."""
 
 QUICK = replace(
-    DEFAULT, depths=(2, 4, 8), batch=8, length=8, dim=32, heads=2, ffn_dim=64, rounds=2,
-    mixing_depth=8, memory_dim=32, policy_depth=8, policy_rounds=2, held_depths=(2,), sentences=6,
-    connection_depths=(2, 4), connection_tokens=16, connection_dim=32, connection_slow_rounds=1,
+    DEFAULT, depths=(2, 4, 8), batch=8, length=8, dim=32, num_heads=2, ffn_dim=64, rounds=2,
+    mixing_depth=8, memory_dim=32, policy_depth=8, held_depths=(2,), sentences=6,
+    connection_depths=(2, 4), connection_tokens=16, connection_dim=32,
     overrides=(
-        "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.encoder_layers=6",
+        "model.dim=32", "model.num_heads=2", "model.ffn_dim=64", "model.encoder_layers=6",
         "model.decoder_layers=1", "data.train_size=600", "data.dev_size=30", "data.test_size=30",
         "data.vocab_size=250",
     ),

@@ -21,8 +21,6 @@ from deepfast.nn import DLCL
 
 MIXING = ("deepfast", "DenseFormer form", REFERENCE, COPY)
 """Variants of the mixing alone."""
-FAST = (RESIDUAL, "deepfast", COPY)
-"""Variants that are timed more often."""
 
 AGREEMENT_DEPTH, AGREEMENT_SENTENCES = 30, 8
 """The most layers and sentences of the comparison with float64."""
@@ -40,7 +38,7 @@ def steps(settings: Settings) -> list[Turns]:
         states = (10 + settings.ffn_dim // settings.dim) * depth + _stacks(depth)
         rows[-1].predicted_bytes = states * settings.state_bytes
         make = partial(StepCase, settings, depth)
-        found.append(Turns("a step", f"{depth} layers", rows, make))
+        found.append(Turns("a step", f"{depth} layers", rows, make, settings.rounds))
     return found
 
 
@@ -50,7 +48,8 @@ def mixing(settings: Settings) -> list[Turns]:
     rows = {form: _row(settings, depth, form) for form in MIXING}
     rows[REFERENCE].predicted_bytes = _stacks(depth) * settings.state_bytes
     make = partial(MixingCase, settings, rows[COPY])
-    return [Turns("mixing alone", f"{depth} layers", list(rows.values()), make)]
+    found = list(rows.values())
+    return [Turns("mixing alone", f"{depth} layers", found, make, settings.rounds)]
 
 
 class MixingCase:
@@ -78,7 +77,6 @@ def _row(settings: Settings, depth: int, variant: str) -> Row:
     return Row(
         variant=variant, depth=depth, tokens=settings.tokens,
         nbytes=None if moved is None else moved * settings.state_bytes,
-        rounds=settings.rounds if variant in FAST else settings.slow_rounds,
     )  # fmt: skip
 
 

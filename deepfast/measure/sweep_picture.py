@@ -18,7 +18,7 @@ from deepfast.mt.sweep.table import diverged, known
 
 PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
 """What a run's result has -> the title of its panel."""
-COLORS = ("#0b6e4f", "#b3261e", "#2f6db5", "#c77700", "#8250c4", "#7a7a7a", "#00838f", "#ad1457")
+COLORS = ("#0b6e4f", "#d55e00", "#0072b2", "#e69f00", "#b8548f", "#7a7a7a", "#56b4e9", "#000000")
 MARKERS = "osD^vPX*"
 RANGE = 8
 """Numbers whose largest is this many times the smallest are on a logarithmic axis."""

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepfast.files import require
 from deepfast.measure.pictures import COLORS, GREY, WIDTH, heat, picture, weight_map
 from deepfast.mt.models.interface import SearchModel
 from deepfast.nn import DLCL, AttentionResiduals
@@ -128,7 +127,7 @@ def weights_of(
         elif isinstance(depth, DLCL):
             weight = depth.effective_weight().detach().float().cpu()
             if weight.dim() == 3:
-                groups = f" in {depth.groups} groups" if depth.kind == "group" else ""
+                groups = f" in {depth.groups} groups" if depth.weight_type == "group" else ""
                 note = f"mean over {depth.dim} channels{groups}"
                 weight = weight.mean(2)
         else:
@@ -266,7 +265,6 @@ def draw_source(sides: list[SideWeights], source: int, path: Path) -> None:
 
 def show(sides: list[SideWeights], choices: list[SideChoices]) -> None:
     """Prints a table for each side to the terminal; of choices layers by languages."""
-    require("rich", "the table of weights")
     from rich.table import Column
     from rich.text import Text
 
@@ -293,7 +291,6 @@ def show(sides: list[SideWeights], choices: list[SideChoices]) -> None:
 
 def show_source(sides: list[SideWeights], source: int) -> None:
     """Prints a table for each side with the weights of one source."""
-    require("rich", "the table of weights")
     from deepfast.measure.console import show_table
 
     for side in sides:

@@ -25,12 +25,12 @@ connection and `torch.utils.checkpoint` around each layer."""
 
 def _layer(sizes: Sizes, decoder: bool) -> int:
     """Bytes per token that autograd saves for one layer."""
-    d, b = sizes.width, sizes.bytes
+    d, b = sizes.dim, sizes.bytes
     # A dropout mask has one byte per element on CUDA, and the tensor's dtype on the CPU.
     mask = (1 if sizes.device == "cuda" else b) if sizes.dropout else 0
     operands = b * (3 * d + 2 * sizes.kv_width)
-    attention = FP32 * d + 2 * FP32 + operands + FP32 * sizes.heads + mask * d
-    block = FP32 * d + 2 * FP32 + b * (d + sizes.ffn) + mask * d
+    attention = FP32 * d + 2 * FP32 + operands + FP32 * sizes.num_heads + mask * d
+    block = FP32 * d + 2 * FP32 + b * (d + sizes.ffn_dim) + mask * d
     return block + attention * (2 if decoder else 1)
 
 
@@ -38,9 +38,9 @@ def _low(sizes: Sizes, form: str) -> int:
     """Bytes of autocast's copies of weights that are alive after forward."""
     if sizes.dtype != "bfloat16":
         return 0
-    weights = sizes.vocabulary * sizes.width
+    weights = sizes.vocab_size * sizes.dim
     if form != CHECKPOINTED:
-        weights += sizes.layers * sizes.linear + sizes.decoder_layers * sizes.decoder_linear
+        weights += sizes.num_layers * sizes.linear + sizes.decoder_layers * sizes.decoder_linear
     return 2 * weights
 
 
@@ -55,14 +55,14 @@ def eager_peak(sizes: Sizes, form: str) -> int:
     """
     if form not in EAGER:
         raise ValueError(f"form: expected one of {', '.join(EAGER)}, got {form!r}")
-    d, t, target = sizes.width, sizes.tokens, sizes.target_tokens
+    d, t, target = sizes.dim, sizes.tokens, sizes.target_tokens
     checkpointed = form == CHECKPOINTED
     per_layer = (FP32 * d if checkpointed else _layer(sizes, False)) * t
     if form in (STACK, LOOP):
         per_layer += 2 * (FP32 * d + 2 * FP32) * t
-    kept = sizes.layers * per_layer
+    kept = sizes.num_layers * per_layer
     if form == STACK:
-        kept += FP32 * d * t * (sizes.layers + 1) * (sizes.layers + 2) // 2
+        kept += FP32 * d * t * (sizes.num_layers + 1) * (sizes.num_layers + 2) // 2
     predicted = t
     if sizes.decoder_layers:
         kept += sizes.decoder_layers * target * (
@@ -71,19 +71,19 @@ def eager_peak(sizes: Sizes, form: str) -> int:
         predicted = target
     # The embedding, its dropout mask, the final norm, and the operand of the output projection.
     kept += (3 * FP32 * d) * (t + (target if sizes.decoder_layers else 0))
-    logits = FP32 * predicted * sizes.vocabulary
+    logits = FP32 * predicted * sizes.vocab_size
     decoder = bool(sizes.decoder_layers)
     top = (target if decoder else t) * _layer(sizes, decoder) if checkpointed else 0
-    working = 2 * sizes.bytes * sizes.ffn * predicted
+    working = 2 * sizes.bytes * sizes.ffn_dim * predicted
     if form == STACK:
         # The gradient of the largest stack, and the product of the stack and its weights.
-        working = max(working, 2 * FP32 * d * t * (sizes.layers + 1))
+        working = max(working, 2 * FP32 * d * t * (sizes.num_layers + 1))
     gradients = FP32 * sizes.parameters
     copies = _low(sizes, form)
     full = kept + copies
     moments = (
         full + 3 * logits,
-        full + FP32 * sizes.vocabulary * d + top + working,
+        full + FP32 * sizes.vocab_size * d + top + working,
         gradients + (t * _layer(sizes, False) if checkpointed else per_layer) + working,
     )
     peak = (FP32 + OPTIMIZERS[sizes.optimizer]) * sizes.parameters + max(moments)

@@ -16,7 +16,7 @@ from deepfast.memory.sizes import Sizes
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:
     """Forward of one attention, per query."""
-    return 4 * sizes.length * sizes.width * (0.5 if causal else 1)
+    return 4 * sizes.length * sizes.dim * (0.5 if causal else 1)
 
 
 def _mix(sizes: Sizes, decoder: bool) -> float:
@@ -29,12 +29,12 @@ def _mix(sizes: Sizes, decoder: bool) -> float:
         # A row reads the embedding and the blocks up to its own.
         sources = min(sources, BLOCKS + 3)
     channels = 2 if kind in ATTENTION_RESIDUALS else 1
-    return sizes.parts(decoder) * channels * sizes.width * sources
+    return sizes.parts(decoder) * channels * sizes.dim * sources
 
 
 def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
-    """One layer with `keep`, forward and backward, with its rows of the mixing."""
-    d, f = sizes.width, sizes.ffn
+    """One layer with `none`, forward and backward, with its rows of the mixing."""
+    d, f = sizes.dim, sizes.ffn_dim
     tokens = sizes.target_tokens if decoder else sizes.tokens
     # Queries and output, keys and values.
     products = tokens * (4 * d * d + 4 * d * sizes.kv_width + 4 * d * f)
@@ -47,41 +47,41 @@ def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
 
 def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
     """What one layer's backward recomputes under a policy."""
-    d, f = sizes.width, sizes.ffn
+    d, f = sizes.dim, sizes.ffn_dim
     tokens = sizes.target_tokens if decoder else sizes.tokens
     level = POLICIES.index(policy)
     if level == 0:
         return 0.0
     flops: float = tokens * 2 * d * f
-    if level >= POLICIES.index("leaner"):
+    if level >= POLICIES.index("ffn+qkv"):
         flops += tokens * (2 * d * d + 4 * d * sizes.kv_width)
         if decoder:
             flops += tokens * 2 * d * d + sizes.tokens * 4 * d * sizes.kv_width
-    if level >= POLICIES.index("states"):
+    if level >= POLICIES.index("layer"):
         flops += tokens * (2 * d * d + _attention(sizes, decoder))
         if decoder:
             flops += tokens * (2 * d * d + _attention(sizes))
-    if policy == "history":
+    if policy == "layer+input":
         flops += tokens * _mix(sizes, decoder)
     return flops
 
 
 def step_flops(sizes: Sizes) -> float:
-    """A whole step with `keep`: both stacks and the projection to the vocabulary."""
-    total = sizes.layers * layer_flops(sizes)
+    """A whole step with `none`: both stacks and the projection to the vocabulary."""
+    total = sizes.num_layers * layer_flops(sizes)
     if sizes.decoder_layers:
         total += sizes.decoder_layers * layer_flops(sizes, True)
     predicted = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
-    return total + 6 * predicted * sizes.width * sizes.vocabulary
+    return total + 6 * predicted * sizes.dim * sizes.vocab_size
 
 
 def relative_time(
-    sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
+    sizes: Sizes, policies: tuple[str, ...], decoder_recompute: tuple[str, ...]
 ) -> float:
-    """Predicted time of a step relative to `keep`: 1 plus the share of recomputed FLOPs."""
+    """Predicted time of a step relative to `none`: 1 plus the share of recomputed FLOPs."""
     extra = sum(
         side.count(policy) * recomputed_flops(sizes, policy, decoder)
-        for decoder, side in ((False, policies), (True, decoder_policies))
+        for decoder, side in ((False, policies), (True, decoder_recompute))
         for policy in set(side)
     )
     return 1 + extra / step_flops(sizes)

@@ -14,7 +14,7 @@ class PartLayer(Layer):
 
     def __init__(self, sizes, policy: str, decoder: bool):
         super().__init__(sizes, policy, decoder)
-        self.again = policy != "keep"
+        self.again = policy != "none"
         """Whether the feed-forward block runs again in backward."""
 
     # ---- what is kept --------------------------------------------------------------------------
@@ -31,7 +31,7 @@ class PartLayer(Layer):
         if self.rerun:
             return {}
         without = {"act", "h"} if self.again else set()
-        if self.policy == "leaner":
+        if self.policy == "ffn+qkv":
             without |= {"qkv", "q", "kv"}
         return {name: size for name, size in self.saved().items() if name not in without}
 

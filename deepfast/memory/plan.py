@@ -13,7 +13,7 @@ from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
 
-FREE = ("budget", "layers", "width", "tokens")
+FREE = ("budget", "num_layers", "dim", "tokens")
 """`plan` needs at least three of them."""
 STEP = 64
 """A width that `plan` chooses is a multiple of it; heads are this wide by default."""
@@ -26,17 +26,17 @@ class DoesNotFitError(ValueError):
 def plan(
     *,
     budget: str | int | None = None,
-    layers: int | None = None,
-    width: int | None = None,
+    num_layers: int | None = None,
+    dim: int | None = None,
     tokens: int | None = None,
-    policies: str | Sequence[str] | None = None,
-    decoder_policies: str | Sequence[str] | None = None,
+    recompute: str | Sequence[str] | None = None,
+    decoder_recompute: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Plan:
     """Predicts the peak memory of a training step, solves for the size that is not given, and
     chooses what every layer keeps for backward.
 
-    Give three of ``budget``, ``layers``, ``width`` and ``tokens``, and the plan finds the fourth:
+    Give three of ``budget``, ``num_layers``, ``dim`` and ``tokens``, and the plan finds the fourth:
     the largest one that fits under the policies with the lowest peak (a width is a multiple of
     64), or the smallest budget that these policies need. Where all four are given, the plan says
     whether they fit. It then chooses the policies with the least recomputation within the budget.
@@ -45,49 +45,50 @@ def plan(
 
     Args:
         budget: bytes, or text such as "24GiB".
-        layers, width, tokens: L of the encoder, D, and T of a micro-batch on the encoder's side,
+        num_layers, dim, tokens: L of the encoder, D, and T of a micro-batch on the encoder's side,
             without padding.
-        policies, decoder_policies: one policy, or one per layer; None: the plan chooses. "history"
-            needs a depth connection.
-        options: the other fields of `deepfast.memory.sizes.Sizes`: heads, num_kv_heads, ffn,
-            vocabulary, decoder_layers, target_tokens, connection, decoder_connection, reads, norm,
-            norm_kind, weight, dtype, optimizer, device, activation, dropout, accumulate, length,
-            padding, ranks, parallel, reshard. Budget and tokens are those of one rank.
+        recompute, decoder_recompute: one policy, or one per layer; None: the plan chooses.
+            "layer+input" needs a depth connection.
+        options: the other fields of `deepfast.memory.sizes.Sizes`: num_heads, num_kv_heads,
+            ffn_dim, vocab_size, decoder_layers, target_tokens, connection, decoder_connection,
+            reads, norm, norm_type, weight_type, dtype, optimizer, device, activation, dropout,
+            accumulate, length, padding, ranks, parallel, reshard. Budget and tokens are those of
+            one rank.
 
     Raises:
         TypeError: for an option that `Sizes` does not have.
         ValueError: for a wrong size or choice.
         DoesNotFitError: a ValueError; even the smallest model exceeds the budget.
     """
-    given = {"budget": budget, "layers": layers, "width": width, "tokens": tokens}
+    given = {"budget": budget, "num_layers": num_layers, "dim": dim, "tokens": tokens}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) > 1:
         got = " and ".join(missing)
         raise ValueError(f"{', '.join(FREE)}: expected at least three of them, got none for {got}")
-    if decoder_policies is not None and options.get("decoder_layers") == 0:
+    if decoder_recompute is not None and options.get("decoder_layers") == 0:
         raise ValueError(
-            f"decoder_policies: expected none without a decoder, got {decoder_policies!r} for "
+            f"decoder_recompute: expected none without a decoder, got {decoder_recompute!r} for "
             "decoder_layers=0"
         )
     _check_used(options)
     limit = None if budget is None else parse_bytes(budget)
-    search = _Search(policies, decoder_policies)
-    sized = partial(_sized, {"layers": layers, "width": width, "tokens": tokens}, options)
+    search = _Search(recompute, decoder_recompute)
+    sized = partial(_sized, {"num_layers": num_layers, "dim": dim, "tokens": tokens}, options)
     free = missing[0] if missing else None
-    heads = options.get("heads") or 1
+    num_heads = options.get("num_heads") or 1
     if free in (None, "budget"):
         sizes = sized()
     else:
         # `Sizes` raises for wrong heads.
-        by_heads = free == "width" and checks.is_whole(heads)
-        step = math.lcm(STEP, heads) if by_heads else 1
+        by_heads = free == "dim" and checks.is_whole(num_heads)
+        step = math.lcm(STEP, num_heads) if by_heads else 1
         sizes = _largest(free, step, sized, search, limit)
     if limit is None:
         limit = search.smallest(sizes)
     chosen = search.cheapest(sizes, limit)
     table = peak_table(sizes, *chosen)
     fits = sum(table.values()) <= limit
-    what_fits = None if fits else _what_fits(sizes, limit, sized, heads)
+    what_fits = None if fits else _what_fits(sizes, limit, sized, num_heads)
     return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), what_fits, free)
 
 
@@ -96,7 +97,7 @@ def _check_used(options: dict[str, Any]) -> None:
     kinds = [options.get("connection") or Sizes.connection]
     if options.get("decoder_layers") != 0:
         kinds.append(options.get("decoder_connection") or Sizes.decoder_connection)
-    for name, owners in (("reads", ATTENTION_RESIDUALS), ("weight", ("dlcl",))):
+    for name, owners in (("reads", ATTENTION_RESIDUALS), ("weight_type", ("dlcl",))):
         value = options.get(name)
         if value is not None and not set(owners) & set(kinds):
             raise ValueError(
@@ -107,22 +108,22 @@ def _check_used(options: dict[str, Any]) -> None:
 
 def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes:
     """The sizes with ``free`` in place of what is not given, and with the defaults that depend on
-    the width and the tokens."""
+    dim and the tokens."""
     sizes = fixed | options | free
-    width = sizes["width"]
-    # `Sizes` raises for a wrong width.
-    whole = checks.is_whole(width) and width >= 1
+    dim = sizes["dim"]
+    # `Sizes` raises for a wrong dim.
+    whole = checks.is_whole(dim) and dim >= 1
     derived = {
-        "heads": _heads(width) if whole else 1,
-        "ffn": 4 * width if whole else 1,
+        "num_heads": _heads(dim) if whole else 1,
+        "ffn_dim": 4 * dim if whole else 1,
         "target_tokens": sizes["tokens"],
     }
     return Sizes(**derived | {name: value for name, value in sizes.items() if value is not None})
 
 
-def _heads(width: int) -> int:
+def _heads(dim: int) -> int:
     """The number of heads of width 64 if 64 divides the width, else the most that are wider."""
-    return next(h for h in range(max(width // STEP, 1), 0, -1) if width % h == 0)
+    return next(h for h in range(max(dim // STEP, 1), 0, -1) if dim % h == 0)
 
 
 def _largest(
@@ -155,16 +156,16 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], heads: int) -> WhatFits:
+def _what_fits(sizes: Sizes, limit: int, sized: Callable[..., Sizes], num_heads: int) -> WhatFits:
     frugal = _Search(None, None)
     least = frugal.smallest(sizes)
     if least <= limit:
-        policies, decoder = frugal.cheapest(sizes, limit)
-        return WhatFits(policies=policies, decoder_policies=decoder, budget=least)
+        recompute, decoder = frugal.cheapest(sizes, limit)
+        return WhatFits(recompute=recompute, decoder_recompute=decoder, budget=least)
     most = {}
     # Where no multiple of 64 fits, the width of a head is a multiple of 8, or of 2.
-    wide = math.lcm(STEP, heads), 8 * heads, 2 * heads
-    for name, steps in (("layers", (1,)), ("tokens", (1,)), ("width", wide)):
+    wide = math.lcm(STEP, num_heads), 8 * num_heads, 2 * num_heads
+    for name, steps in (("num_layers", (1,)), ("tokens", (1,)), ("dim", wide)):
         for step in steps:
             try:
                 most[name] = getattr(_largest(name, step, sized, frugal, limit), name)
@@ -186,7 +187,7 @@ class _Search:
 
     def _sides(self, sizes: Sizes):
         """The number of layers, the connection and the given policies of each stack."""
-        counts = sizes.layers, sizes.decoder_layers
+        counts = sizes.num_layers, sizes.decoder_layers
         kinds = sizes.connection, sizes.decoder_connection
         return zip(counts, kinds, self.wanted, strict=True)
 
@@ -196,7 +197,7 @@ class _Search:
         The encoder is deeper, so its policy changes first, then the decoder's.
         """
         options = []
-        sides = zip(("policies", "decoder_policies"), self._sides(sizes), strict=True)
+        sides = zip(("recompute", "decoder_recompute"), self._sides(sizes), strict=True)
         for name, (count, kind, wanted) in sides:
             names = POLICIES if kind in MIXING else POLICIES[:-1]
             wishes = names if wanted is None else (wanted,)
@@ -226,11 +227,11 @@ def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
 
 
 def uniform_peak(sizes: Sizes, policy: str) -> int:
-    """The peak with one policy for all layers; without a depth connection, "history" becomes
-    "states"."""
-    kinds = (sizes.layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
+    """The peak with one policy for all layers; without a depth connection, "layer+input" becomes
+    "layer"."""
+    kinds = (sizes.num_layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
     encoder, decoder = (
-        ("states" if policy == "history" and kind not in MIXING else policy,) * count
+        ("layer" if policy == "layer+input" and kind not in MIXING else policy,) * count
         for count, kind in kinds
     )
     return _peak(sizes, (encoder, decoder))
@@ -239,12 +240,12 @@ def uniform_peak(sizes: Sizes, policy: str) -> int:
 def _mixed(sizes: Sizes, top, bottom, limit: int):
     """Combines two choices: as few bottom layers as possible use ``bottom``, which needs less
     memory, and the others use ``top``. Returns a list with that choice, or empty if none fits."""
-    count = sizes.layers + sizes.decoder_layers
+    count = sizes.num_layers + sizes.decoder_layers
 
     def mix(lower: int):
         # The encoder's layers lie below the decoder's.
         whole = (bottom[0] + bottom[1])[:lower] + (top[0] + top[1])[lower:]
-        return whole[: sizes.layers], whole[sizes.layers :]
+        return whole[: sizes.num_layers], whole[sizes.num_layers :]
 
     low, high = 0, count
     if _peak(sizes, mix(high)) > limit:

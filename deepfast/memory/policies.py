@@ -1,65 +1,65 @@
-"""Memory policies: what a layer of a stack keeps from forward for backward.
+"""Recompute policies: what backward recomputes of a layer, and what the layer keeps for it.
 
 Every layer also keeps one state y. Beside it:
 
-              keeps                                     recomputes
-    keep      n or x, q k v, attention's output, s, h   layer-norms and masks
-    lean      without h                                 + the first feed-forward product
-    leaner    without h and q k v                       + the projections of attention
-    states    x                                         the layer, without its last product
-    history   nothing                                   + x, mixed from the states
+                  recomputes                            keeps
+    none          layer-norms and masks                 n or x, q k v, attention's output, s, h
+    ffn           + the first feed-forward product      without h
+    ffn+qkv       + the projections of attention        without h and q k v
+    layer         the layer, without its last product   x
+    layer+input   + x, mixed from the states            nothing
 
 x is the layer's input, n its layer-norm, s the sum before the feed-forward block, h the block's
 hidden activation. Where each sublayer reads the depth connection, it has a state of its own.
-Every policy then recomputes its n from the states, so there is no x or s, and "states" is the same
-as "history". Every policy gives the same losses and gradients; on a CPU in fp32, the same bits.
+Every policy then recomputes its n from the states, so there is no x or s, and "layer" is the same
+as "layer+input". Every policy gives the same losses and gradients; on a CPU in fp32, the same bits.
 """
 
 from collections.abc import Sequence
 
 from deepfast.connections import names
 
-POLICIES = ("keep", "lean", "leaner", "states", "history")
+POLICIES = ("none", "ffn", "ffn+qkv", "layer", "layer+input")
 """From most memory to least. Each recomputes more than the one before it."""
 
 ATTENTION_RESIDUALS, MIXING = names("attends"), names("mixes")
 
-RERUN = ("states", "history")
+RERUN = ("layer", "layer+input")
 """Policies under which backward runs the layer's forward pass again."""
 
 
 def resolve(
-    memory: object, num_layers: int, connection: str, argument: str = "memory"
+    recompute: object, num_layers: int, connection: str, argument: str = "recompute"
 ) -> tuple[str, ...]:
     """The policy of every layer.
 
     Args:
-        memory: the name of a policy, or one name per layer.
+        recompute: the name of a policy, or one name per layer.
         num_layers: L.
-        connection: the stack's. "history" needs one of `MIXING`, from whose states it recomputes
-            the inputs.
-        argument: the name of ``memory`` in errors.
+        connection: the stack's. "layer+input" needs one of `MIXING`, from whose states it
+            recomputes the inputs.
+        argument: the name of ``recompute`` in errors.
 
     Raises:
         ValueError: for an unknown policy, a number of policies that is not num_layers, or
-            "history" without a depth connection.
+            "layer+input" without a depth connection.
     """
-    if isinstance(memory, str):
-        memory = (memory,) * num_layers
-    if not isinstance(memory, Sequence):
+    if isinstance(recompute, str):
+        recompute = (recompute,) * num_layers
+    if not isinstance(recompute, Sequence):
         raise ValueError(
-            f"{argument}: expected a policy, one for each layer, or a plan, got {memory!r}"
+            f"{argument}: expected a policy, one for each layer, or a plan, got {recompute!r}"
         )
-    for policy in memory:
+    for policy in recompute:
         if policy not in POLICIES:
             raise ValueError(f"{argument}: expected one of {', '.join(POLICIES)}, got {policy!r}")
-    if len(memory) != num_layers:
+    if len(recompute) != num_layers:
         raise ValueError(
-            f"{argument}: expected one policy for each of {num_layers} layers, got {len(memory)}"
+            f"{argument}: expected one policy for each of {num_layers} layers, got {len(recompute)}"
         )
-    if "history" in memory and connection not in MIXING:
+    if "layer+input" in recompute and connection not in MIXING:
         raise ValueError(
-            f"{argument}: 'history' recomputes inputs from the states of a depth connection "
-            f"({', '.join(MIXING)}), got {connection!r}; use 'states'"
+            f"{argument}: 'layer+input' recomputes inputs from the states of a depth connection "
+            f"({', '.join(MIXING)}), got {connection!r}; use 'layer'"
         )
-    return tuple(memory)
+    return tuple(recompute)

@@ -12,8 +12,8 @@ CHOICES = {
     "connection": CONNECTIONS,
     "decoder_connection": CONNECTIONS,
     "norm": ("pre", "post"),
-    "norm_kind": ("layer", "rms"),
-    "weight": ("scalar", "vector"),
+    "norm_type": ("layer", "rms"),
+    "weight_type": ("scalar", "vector"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": tuple(OPTIMIZERS),
     "device": ("cuda", "cpu"),
@@ -21,11 +21,12 @@ CHOICES = {
     "parallel": ("ddp", "fsdp"),
 }
 WHOLE = (
-    "layers", "width", "tokens", "heads", "ffn", "vocabulary", "decoder_layers", "target_tokens",
+    "num_layers", "dim", "tokens", "num_heads", "ffn_dim", "vocab_size", "decoder_layers",
+    "target_tokens",
     "accumulate", "length", "reads", "ranks",
 )  # fmt: skip
-AT_LEAST = dict.fromkeys(WHOLE, 1) | {"vocabulary": 0, "decoder_layers": 0}
-MOST = dict.fromkeys(WHOLE, 2**40) | {"layers": 20_000, "decoder_layers": 20_000, "reads": 2}
+AT_LEAST = dict.fromkeys(WHOLE, 1) | {"vocab_size": 0, "decoder_layers": 0}
+MOST = dict.fromkeys(WHOLE, 2**40) | {"num_layers": 20_000, "decoder_layers": 20_000, "reads": 2}
 """Upper limits, beyond every machine. Policies are chosen layer by layer, so the number of layers
 has a lower limit than other sizes."""
 
@@ -34,21 +35,21 @@ has a lower limit than other sizes."""
 class Sizes:
     """A model and one training step of it."""
 
-    layers: int
+    num_layers: int
     """L of the encoder."""
-    width: int
+    dim: int
     """D."""
     tokens: int
     """T of a micro-batch on the encoder's side, without padding."""
-    heads: int
+    num_heads: int
     """H; `plan` uses heads of width 64 by default."""
     num_kv_heads: int | None = None
     """Heads of keys and values, see `deepfast.nn.MultiheadAttention`; None for H."""
-    ffn: int
+    ffn_dim: int
     """F; `plan` uses 4 D by default."""
     target_tokens: int
     """Tokens of a micro-batch on the decoder's side; `plan` uses ``tokens`` by default."""
-    vocabulary: int = 32_000
+    vocab_size: int = 32_000
     """V of the embedding, which the output projection shares; 0: a stack without either."""
     decoder_layers: int = 6
     """0 for an encoder without a decoder."""
@@ -60,9 +61,9 @@ class Sizes:
     """How often a layer reads attention residuals: 1: once; 2: each of its sublayers does."""
     norm: str = "pre"
     """"pre" or "post"."""
-    norm_kind: str = "layer"
+    norm_type: str = "layer"
     """"layer" or "rms"."""
-    weight: str = "scalar"
+    weight_type: str = "scalar"
     """Kind of the depth weights: "scalar" or "vector" (a group is counted as "vector")."""
     dtype: str = "bfloat16"
     """"bfloat16": autocast over fp32 parameters; "float32"."""
@@ -107,17 +108,23 @@ class Sizes:
             if value not in allowed:
                 message = f"{name}: expected one of {', '.join(allowed)}, got {value!r}"
                 if allowed is CONNECTIONS:
-                    message += "; for another connection set a policy by name, such as memory=lean"
+                    message += (
+                        "; for another connection set a policy by name, such as recompute=ffn"
+                    )
                 raise ValueError(message)
             if value in ATTENTION_RESIDUALS and self.norm != "pre":
                 raise ValueError(f"norm: expected pre with {name} {value!r}, got {self.norm!r}")
-        if self.width % self.heads:
-            raise ValueError(f"heads: expected a divisor of width {self.width}, got {self.heads}")
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of dim {self.dim}, got {self.num_heads}"
+            )
         kv = self.num_kv_heads
-        if kv is not None and not (checks.is_whole(kv) and kv > 0 and self.heads % kv == 0):
-            raise ValueError(f"num_kv_heads: expected a divisor of heads {self.heads}, got {kv!r}")
-        if self.decoder_layers and not self.vocabulary:
-            raise ValueError("vocabulary: expected at least 1 beside a decoder, got 0")
+        if kv is not None and not (checks.is_whole(kv) and kv > 0 and self.num_heads % kv == 0):
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads {self.num_heads}, got {kv!r}"
+            )
+        if self.decoder_layers and not self.vocab_size:
+            raise ValueError("vocab_size: expected at least 1 beside a decoder, got 0")
 
     @property
     def bytes(self) -> int:
@@ -127,12 +134,12 @@ class Sizes:
     @property
     def kv_width(self) -> int:
         """Channels of the keys of a token, and of its values."""
-        return self.width // self.heads * (self.num_kv_heads or self.heads)
+        return self.dim // self.num_heads * (self.num_kv_heads or self.num_heads)
 
     @property
     def attention_linear(self) -> int:
         """Parameters of the four projections of an attention."""
-        return 2 * (self.width + self.kv_width) * (self.width + 1)
+        return 2 * (self.dim + self.kv_width) * (self.dim + 1)
 
     @property
     def sharded(self) -> bool:
@@ -142,7 +149,7 @@ class Sizes:
     @property
     def linear(self) -> int:
         """Parameters of an encoder layer's linear maps; autocast copies them."""
-        d, f = self.width, self.ffn
+        d, f = self.dim, self.ffn_dim
         return self.attention_linear + 2 * d * f + f + d
 
     @property
@@ -153,7 +160,7 @@ class Sizes:
     def norm_values(self) -> int:
         """Parameters of a norm per channel, and statistics per token. A layer-norm has weight and
         bias, mean and standard deviation; an RMS norm has neither bias nor mean."""
-        return 1 if self.norm_kind == "rms" else 2
+        return 1 if self.norm_type == "rms" else 2
 
     def kind(self, decoder: bool = False) -> str:
         """The connection of the encoder, or of the decoder."""
@@ -167,24 +174,24 @@ class Sizes:
 
     def rows(self, decoder: bool = False) -> int:
         """Rows of the connection: one for each read, and the stack's output."""
-        return (self.decoder_layers if decoder else self.layers) * self.parts(decoder) + 1
+        return (self.decoder_layers if decoder else self.num_layers) * self.parts(decoder) + 1
 
     def layer_parameters(self, decoder: bool = False) -> int:
         """Parameters of one layer. The norm before each pre-norm layer, or before each part that
         reads, belongs to the connection."""
         norms = 0 if self.parts(decoder) > 1 else (2 if decoder else 1) + (self.norm == "post")
         linear = self.decoder_linear if decoder else self.linear
-        return linear + self.norm_values * norms * self.width
+        return linear + self.norm_values * norms * self.dim
 
     def connection_parameters(self, decoder: bool = False) -> int:
         """Parameters of the connection: depth weights and their norms, queries of attention
         residuals, logits of latent depth, and its norms in pre-norm."""
         kind, rows = self.kind(decoder), self.rows(decoder)
-        count = self.norm_values * rows * self.width if self.norm == "pre" else 0
+        count = self.norm_values * rows * self.dim if self.norm == "pre" else 0
         if kind == "dlcl":
-            count += rows * (rows * self.depth_channels + self.norm_values * self.width)
+            count += rows * (rows * self.depth_channels + self.norm_values * self.dim)
         if kind in ATTENTION_RESIDUALS:
-            count += rows * self.width
+            count += rows * self.dim
         if kind == "latent":
             # The logits of one language.
             count += rows - 1
@@ -193,13 +200,13 @@ class Sizes:
     @property
     def depth_channels(self) -> int:
         """Depth weights per row and source."""
-        return self.width if self.weight == "vector" else 1
+        return self.dim if self.weight_type == "vector" else 1
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        count = self.vocabulary * self.width
-        count += self.layers * self.layer_parameters() + self.connection_parameters()
+        count = self.vocab_size * self.dim
+        count += self.num_layers * self.layer_parameters() + self.connection_parameters()
         if self.decoder_layers:
             count += self.decoder_layers * self.layer_parameters(True)
             count += self.connection_parameters(True)

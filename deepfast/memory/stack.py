@@ -16,9 +16,10 @@ need more while backward runs; `steps` goes through both directions.
 `tests/memory/test_plan_measured.py` compares the plan with measured steps, also of random sizes.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 
 import torch
 
@@ -95,20 +96,25 @@ class Stack:
         self.count, self.rows = len(policies), sizes.rows(decoder)
         self.parts = sizes.parts(decoder)
         of_policy = {policy: layer_bytes(sizes, policy, decoder) for policy in set(policies)}
-        self.layers = [of_policy[policy] for policy in policies]
-        self.below = {
-            field: [0, *accumulate(getattr(layer, field) for layer in self.layers)]
+        # A stack may have thousands of layers, and `plan` looks at hundreds of stacks.
+        runs = [(of_policy[policy], len(list(same))) for policy, same in groupby(policies)]
+        self.runs = [layer for layer, _ in runs]
+        """The layers, without those that are like the layer below them."""
+        self.starts = [0, *accumulate(length for _, length in runs)]
+        """The first layer of each run of equal layers, and the number of layers."""
+        self.sums = {
+            field: [0, *accumulate(getattr(layer, field) * length for layer, length in runs)]
             for field in ("kept", "copies", "cached")
         }
-        """Field of `LayerBytes` -> its sum over the layers below each layer, and over all."""
+        """Field of `LayerBytes` -> its sum over the runs below each run."""
         kind = sizes.kind(decoder)
         self.mixes, self.attends = kind in MIXING, kind in ATTENTION_RESIDUALS
         self.running = kind == "block_attnres"
         self.block = default_block(self.rows)
         self.last_block = self.block * ((self.rows - 1) // self.block)
-        self.slot = slot_bytes(self.tokens, sizes.width, sizes.dtype)
-        self.state = self.tokens * sizes.width * sizes.bytes
-        self.source = sizes.tokens * sizes.width * sizes.bytes
+        self.slot = slot_bytes(self.tokens, sizes.dim, sizes.dtype)
+        self.state = self.tokens * sizes.dim * sizes.bytes
+        self.source = sizes.tokens * sizes.dim * sizes.bytes
 
     def connection(self, slots: int = 0, *, learning: bool = False) -> int:
         """The connection's own memory.
@@ -122,14 +128,12 @@ class Stack:
         if self.attends:
             # A copy of the queries. For each row the numbers of its norm, for each state its RMS,
             # three for a softmax, and two more for the partial sums of a block.
-            weights = self.rows * self.sizes.width
+            weights = self.rows * self.sizes.dim
             numbers = (self.sizes.norm_values + 4) * self.rows + 2 * self.partial()
         else:
             # Copies of W and of the norms. A state's norm stores a standard deviation.
             of_norm = self.sizes.norm_values
-            weights = self.rows * (
-                self.rows * self.sizes.depth_channels + of_norm * self.sizes.width
-            )
+            weights = self.rows * (self.rows * self.sizes.depth_channels + of_norm * self.sizes.dim)
             numbers = (of_norm + (self.sizes.norm == "pre")) * self.rows
         weights, statistics = FP32 * weights, FP32 * numbers * self.tokens
         if learning and self.running:
@@ -142,7 +146,7 @@ class Stack:
     def entered(self) -> int:
         """The stack's input, which the caller holds, and its copy in autocast's dtype, unless they
         count as kept by a layer."""
-        embedding = FP32 * self.tokens * self.sizes.width
+        embedding = FP32 * self.tokens * self.sizes.dim
         copied = self.sizes.dtype == "bfloat16"
         if self.mixes:
             return embedding + (self.state if copied else 0)
@@ -150,7 +154,7 @@ class Stack:
 
     def embedded(self) -> int:
         """Gradients of the stack's input in fp32, after dropout and before it."""
-        return 2 * FP32 * self.tokens * self.sizes.width
+        return 2 * FP32 * self.tokens * self.sizes.dim
 
     def partial(self) -> int:
         """Slots of partial sums; 0 where there is only one block."""
@@ -160,25 +164,32 @@ class Stack:
         """Slots of pulled sums in a step of backward: none before it leaves the last block."""
         return self.block if index * self.parts + step.part < self.last_block - 1 else 0
 
+    def layer(self, index: int) -> LayerBytes:
+        return self.runs[bisect_right(self.starts, index) - 1]
+
+    def below(self, field: str, index: int) -> int:
+        """The sum of a field of `LayerBytes` over the layers below layer ``index``."""
+        run = min(bisect_right(self.starts, index), len(self.runs)) - 1
+        return self.sums[field][run] + (index - self.starts[run]) * getattr(self.runs[run], field)
+
     def candidates(self) -> list[int]:
         """Layers at which the peak can lie, ascending."""
         # The pulled sums are allocated in the upper of these two layers. The lower one is the first
         # that has them from its start.
         first = (self.last_block - 2) // self.parts
         found = {first, first - 1, 0, self.count - 1}
-        for index, (layer, above) in enumerate(pairwise(self.layers)):
-            if layer is not above:
-                found |= {index, index + 1}
+        for start in self.starts[1:-1]:
+            found |= {start - 1, start}
         return sorted(index for index in found if 0 <= index < self.count)
 
     def _moment(self, index: int, step: Step, copies: str, **rest: int) -> Moment:
         """One step of layer ``index``, on top of what the layers below it keep."""
-        layer = self.layers[index]
+        layer = self.layer(index)
         activations = min(layer.kept, step.alive)
         own = min(getattr(layer, copies), step.alive - activations)
         return Moment(
-            copies=self.below[copies][index] + own,
-            activations=self.below["kept"][index] + activations,
+            copies=self.below(copies, index) + own,
+            activations=self.below("kept", index) + activations,
             transient=step.alive - activations - own + rest.pop("transient"),
             **rest,
         )
@@ -186,7 +197,7 @@ class Stack:
     def forward(self) -> list[Moment]:
         entered, moments = self.entered(), []
         for index in self.candidates():
-            for step in self.layers[index].forward:
+            for step in self.layer(index).forward:
                 # Partial sums are allocated with the first row of the second block.
                 row = index * self.parts + step.part
                 history = self.connection(self.partial() if row >= self.block else 0)
@@ -200,17 +211,17 @@ class Stack:
         # Without a depth connection the last norm keeps its input.
         states = 2 if self.sizes.norm == "pre" and not self.mixes else 1
         return Moment(
-            copies=self.below["cached" if cached else "copies"][-1],
+            copies=self.below("cached" if cached else "copies", self.count),
             history=self.connection(),
-            activations=self.below["kept"][-1],
+            activations=self.below("kept", self.count),
             transient=states * self.state,
         )
 
     def backward(self) -> list[Moment]:
         # The norms of the connection.
-        per_layer = self.layers[0].gradients
+        per_layer = self.layer(0).gradients
         if self.sizes.norm == "pre":
-            per_layer += self.sizes.norm_values * FP32 * self.sizes.width * self.parts
+            per_layer += self.sizes.norm_values * FP32 * self.sizes.dim * self.parts
         moments = []
         for index in self.candidates():
             # The gradient of the encoder's output, to which every decoder layer adds.
@@ -223,7 +234,7 @@ class Stack:
                                             learning=True),
                     transient=source,
                 )
-                for step in self.layers[index].backward
+                for step in self.layer(index).backward
             ]  # fmt: skip
         return moments
 

@@ -105,20 +105,20 @@ class Layer:
     def __init__(self, sizes: Sizes, policy: str, decoder: bool):
         self.sizes, self.policy, self.decoder = sizes, policy, decoder
         tokens, element = sizes.target_tokens if decoder else sizes.tokens, sizes.bytes
-        self.d = tokens * sizes.width * element
-        self.f = tokens * sizes.ffn * element
-        self.source = sizes.tokens * sizes.width * element
-        self.qkv = tokens * (sizes.width + 2 * sizes.kv_width) * element
+        self.d = tokens * sizes.dim * element
+        self.f = tokens * sizes.ffn_dim * element
+        self.source = sizes.tokens * sizes.dim * element
+        self.qkv = tokens * (sizes.dim + 2 * sizes.kv_width) * element
         self.kv = sizes.tokens * 2 * sizes.kv_width * element
         """Keys and values of the encoder's output."""
-        self.square = sizes.width**2 * element
+        self.square = sizes.dim**2 * element
         """Bytes of a (D, D) weight in the dtype of its products."""
-        self.w_kv = 2 * sizes.width * sizes.kv_width * element
+        self.w_kv = 2 * sizes.dim * sizes.kv_width * element
         self.w_qkv = self.square + self.w_kv
-        self.w = sizes.width * sizes.ffn * element
+        self.w = sizes.dim * sizes.ffn_dim * element
         self.statistics = sizes.norm_values * tokens * FP32
         """What a norm stores for backward."""
-        self.lse = tokens * sizes.heads * FP32
+        self.lse = tokens * sizes.num_heads * FP32
         # While a tensor is packed or unpacked it exists twice. Both forms of an attention's result
         # are kept.
         self.twice = 2 if sizes.padding else 1
@@ -155,13 +155,13 @@ class Layer:
         """What the layer keeps from forward to backward."""
         # The statistics of a depth connection's layer-norms count as the connection's.
         norm = {"norm": self.statistics} if self.pre and not self.mixes else {}
-        if self.policy == "history":
+        if self.policy == "layer+input":
             return norm
-        if self.policy == "states":
+        if self.policy == "layer":
             return norm | {"x": self.d}
         names, level = self.saved(), POLICIES.index(self.policy)
-        without = {"h"} if level >= POLICIES.index("lean") else set()
-        if level >= POLICIES.index("leaner"):
+        without = {"h"} if level >= POLICIES.index("ffn") else set()
+        if level >= POLICIES.index("ffn+qkv"):
             without |= {"qkv", "q", "kv"}
         return norm | {name: size for name, size in names.items() if name not in without}
 
@@ -320,7 +320,7 @@ class Layer:
         """From d_a, the gradient of its branch, to that of its input."""
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
-        if self.policy == "leaner":
+        if self.policy == "ffn+qkv":
             cast = self.w_kv if walk.low else 0
             walk.make(q=d, kv=self.kv, n2=d, recast=cast)
             walk.leave("recast", "n2")
@@ -349,7 +349,7 @@ class Layer:
     def _attention(self, walk: Walk) -> None:
         d = self.d
         self._out(walk, "o")
-        if self.policy == "leaner":
+        if self.policy == "ffn+qkv":
             again = {} if "n" in walk.alive or not self.pre else {"n": d}
             cast = self.w_qkv if walk.low else 0
             walk.make(qkv=self.qkv, recast=cast, **again)

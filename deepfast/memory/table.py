@@ -10,14 +10,14 @@ from deepfast.memory.units import format_bytes
 class WhatFits:
     """What would fit where a plan does not fit: other policies or, failing that, smaller sizes."""
 
-    policies: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
     """Policies of the encoder's layers; empty where no policies save enough."""
-    decoder_policies: tuple[str, ...] = ()
-    layers: int | None = None
+    decoder_recompute: tuple[str, ...] = ()
+    num_layers: int | None = None
     """The most that fit with the other sizes unchanged; None where policies fit, or not even one
     layer."""
     tokens: int | None = None
-    width: int | None = None
+    dim: int | None = None
     budget: int
     """Bytes that the unchanged sizes need under the policies with the lowest peak."""
 
@@ -29,17 +29,17 @@ class Plan:
     sizes: Sizes
     budget: int
     """Bytes."""
-    policies: tuple[str, ...]
+    recompute: tuple[str, ...]
     """Policies of the encoder's layers, from the bottom."""
-    decoder_policies: tuple[str, ...]
+    decoder_recompute: tuple[str, ...]
     table: dict[str, int]
     """Category -> bytes at the peak of the step."""
     time: float
-    """Predicted time of a step relative to `keep` everywhere, by floating-point operations."""
+    """Predicted time of a step relative to `none` everywhere, by floating-point operations."""
     what_fits: WhatFits | None
     """None where the plan fits."""
     solved: str | None
-    """Which of budget, layers, width and tokens was not given and has been found."""
+    """Which of budget, num_layers, dim and tokens was not given and has been found."""
 
     @property
     def peak(self) -> int:
@@ -60,8 +60,8 @@ class Plan:
         return {
             **asdict(self.sizes),
             "budget": self.budget,
-            "policies": list(self.policies),
-            "decoder_policies": list(self.decoder_policies),
+            "recompute": list(self.recompute),
+            "decoder_recompute": list(self.decoder_recompute),
             "table": dict(self.table),
             "peak": self.peak,
             "fits": self.fits,
@@ -94,10 +94,10 @@ def advise(found: WhatFits, *, budget: bool = True) -> str:
 
     budget: whether to add the budget that the unchanged sizes need.
     """
-    if found.policies:
-        policies = describe(found.policies, found.decoder_policies)
-        return f"it fits with memory policies {policies}"
-    sizes = (found.layers, "layers"), (found.tokens, "tokens"), (found.width, "wide")
+    if found.recompute:
+        policies = describe(found.recompute, found.decoder_recompute)
+        return f"it fits with recompute policies {policies}"
+    sizes = (found.num_layers, "layers"), (found.tokens, "tokens"), (found.dim, "wide")
     parts = [f"{count} {noun}" for count, noun in sizes if count is not None]
     needed = format_bytes(found.budget, up=True)
     if not parts:
@@ -120,12 +120,13 @@ def lines(plan: Plan) -> list[str]:
         table.append(("budget", plan.budget))
         verdict = "it fits" if plan.fits else f"it does not fit: {plan.advice}"
     return [
-        f"{sizes.layers} encoder layers ({sizes.connection})"
-        f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.width} wide, "
-        f"{sizes.heads} heads{keys}, {sizes.ffn} feed-forward, {sizes.parameters:,} parameters",
+        f"{sizes.num_layers} encoder layers ({sizes.connection})"
+        f"{decoder if sizes.decoder_layers else ''}, {sizes.norm}-norm, {sizes.dim} wide, "
+        f"{sizes.num_heads} heads{keys}, {sizes.ffn_dim} feed-forward, "
+        f"{sizes.parameters:,} parameters",
         f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
         f"{sizes.optimizer}, {sizes.device}{ranks}",
-        f"memory policies: {describe(plan.policies, plan.decoder_policies)}",
+        f"recompute policies: {describe(plan.recompute, plan.decoder_recompute)}",
         f"step time: {plan.time:.2f} times that of keep, by floating-point operations",
         *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),
         verdict,

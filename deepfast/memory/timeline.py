@@ -45,21 +45,21 @@ class HeadBytes:
 
 def head_bytes(sizes: Sizes) -> HeadBytes:
     """The head's bytes by closed formulas; all 0 without a vocabulary."""
-    if not sizes.vocabulary:
+    if not sizes.vocab_size:
         return HeadBytes(kept=0, working=0, gradients=0)
     tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
     chunk = min(chunk_rows(tokens), tokens)
-    table = sizes.vocabulary * sizes.width
-    working = chunk * sizes.vocabulary * sizes.bytes + 2 * tokens * sizes.width * sizes.bytes
+    table = sizes.vocab_size * sizes.dim
+    working = chunk * sizes.vocab_size * sizes.bytes + 2 * tokens * sizes.dim * sizes.bytes
     # FSDP's parameters are in the storage dtype already, and so are their gradients.
     gradient = sizes.bytes if sizes.sharded else FP32
     if sizes.dtype == "bfloat16":
         working += 0 if sizes.sharded else 2 * table
         if sizes.device == "cpu":
             # The weight's gradient is summed in fp32 from operands converted part by part.
-            working += FP32 * chunk * (sizes.width + min(WIDENED, sizes.vocabulary))
+            working += FP32 * chunk * (sizes.dim + min(WIDENED, sizes.vocab_size))
     # The dropout mask of embeddings: one byte per element on CUDA, an fp32 factor on the CPU.
-    mask = sizes.width * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
+    mask = sizes.dim * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
     return HeadBytes(kept=mask, working=working, gradients=gradient * table)
 
 
@@ -85,7 +85,7 @@ def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment
         # Beside the gradient of the encoder's output.
         embedding = Moment(head=2 * head.gradients, transient=decoder.embedded())
         moments.append(_sum(waiting, done, embedding))
-    if not sizes.vocabulary:
+    if not sizes.vocab_size:
         # The caller of a bare stack holds its result.
         source = Moment(transient=encoder.state)
     moments += [_sum(source, done, moment) for moment in encoder.backward()]
@@ -100,11 +100,11 @@ def _sum(*moments: Moment) -> Moment:
 
 
 def peak_table(
-    sizes: Sizes, policies: tuple[str, ...], decoder_policies: tuple[str, ...]
+    sizes: Sizes, policies: tuple[str, ...], decoder_recompute: tuple[str, ...]
 ) -> dict[str, int]:
     """Category -> bytes at the peak of a step; their sum is the peak."""
     encoder = Stack(sizes, policies)
-    decoder = Stack(sizes, decoder_policies, True) if decoder_policies else None
+    decoder = Stack(sizes, decoder_recompute, True) if decoder_recompute else None
     count = local_parameters(sizes)
     moments = on_one_rank(sizes, _moments(sizes, encoder, decoder))
     top = max(moments, key=lambda moment: moment.total)
@@ -139,7 +139,7 @@ def local_parameters(sizes: Sizes) -> int:
 def gathered(sizes: Sizes) -> int:
     """Bytes of the whole parameters that FSDP holds at one time: a layer and the buffer that it
     came in, one connection in fp32, and all that belongs to no layer."""
-    layers = [sizes.layer_parameters()] * sizes.layers
+    layers = [sizes.layer_parameters()] * sizes.num_layers
     connections = [sizes.connection_parameters()]
     if sizes.decoder_layers:
         layers += [sizes.layer_parameters(True)] * sizes.decoder_layers

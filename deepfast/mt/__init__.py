@@ -12,7 +12,7 @@ How text becomes a translation, and the names that do it:
                  search.translate_lines(model, vocabulary, lines, search.DecodingOptions(...))
     score        search.bleu(translations, references)
 
-`recipes` holds the recipes that `deepfast train --list` shows.
+`recipes` holds the recipes that `deepfast mt train --list` shows.
 """
 
 import importlib

@@ -74,7 +74,7 @@ class MultiheadAttention(nn.Module):
 
     Args:
         dim: D.
-        heads: H, a divisor of D.
+        num_heads: H, a divisor of D.
         num_kv_heads: G, a divisor of H: heads of keys and values, each for H / G heads of queries
             (grouped-query attention). Their projections then are G d wide. None for H.
         window: (left, right): a token sees the tokens of its sentence from ``left`` before it to
@@ -91,7 +91,7 @@ class MultiheadAttention(nn.Module):
     def __init__(
         self,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         num_kv_heads: int | None = None,
         window: Window = None,
@@ -100,22 +100,25 @@ class MultiheadAttention(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        checks.whole("MultiheadAttention", dim=dim, heads=heads)
+        checks.whole("MultiheadAttention", dim=dim, num_heads=num_heads)
         checks.probability("MultiheadAttention", dropout, argument="dropout")
-        if dim % heads:
-            raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
-        num_kv_heads = heads if num_kv_heads is None else num_kv_heads
-        checks.whole("MultiheadAttention", num_kv_heads=num_kv_heads)
-        if heads % num_kv_heads:
+        if dim % num_heads:
             raise ValueError(
-                f"MultiheadAttention: num_kv_heads must divide heads {heads}, got {num_kv_heads}"
+                f"MultiheadAttention: num_heads must divide dim {dim}, got {num_heads}"
+            )
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        checks.whole("MultiheadAttention", num_kv_heads=num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"MultiheadAttention: num_kv_heads must divide num_heads {num_heads}, got "
+                f"{num_kv_heads}"
             )
         self.window = window_sides("MultiheadAttention", window)
         if cross and max(self.window) >= 0:
             raise ValueError(
                 f"MultiheadAttention: window must be None where cross is True, got {window!r}"
             )
-        self.dim, self.heads, self.dropout, self.cross = dim, heads, dropout, cross
+        self.dim, self.num_heads, self.dropout, self.cross = dim, num_heads, dropout, cross
         self.num_kv_heads, self.backend = num_kv_heads, backend
         if cross:
             self.query = nn.Linear(dim, sum(self._shares("query")))
@@ -138,13 +141,13 @@ class MultiheadAttention(nn.Module):
 
     def _shares(self, name: str) -> list[int]:
         """Channels of the results of a projection: queries, or keys and values, or all three."""
-        keys = self.num_kv_heads * (self.dim // self.heads)
+        keys = self.num_kv_heads * (self.dim // self.num_heads)
         of_queries = [] if name == "key_value" else [self.dim]
         return of_queries + ([keys, keys] if name.endswith("key_value") else [])
 
     def _split(self, x: Tensor, name: str) -> tuple[Tensor, ...]:
         """The results of a projection: of (T, C) each (T, H, d), of (B, S, C) each (B, H, S, d)."""
-        width = self.dim // self.heads
+        width = self.dim // self.num_heads
         parts = [x.unflatten(-1, (-1, width)) for x in x.split(self._shares(name), -1)]
         return tuple(x if x.dim() == 3 else x.transpose(1, 2) for x in parts)
 
@@ -270,7 +273,7 @@ class MultiheadAttention(nn.Module):
             return decoding.cached_attention(q, keys, values, sentences, padding=padding)
         check_input("MultiheadAttention", "x", x_TD, self.query_key_value)
         q, k, v = self.query_key_value(x_TD).split(self._shares("query_key_value"), -1)
-        return cache.attend(q, k, v, self.heads, self.window[0])
+        return cache.attend(q, k, v, self.num_heads, self.window[0])
 
     def _project(self, linear: nn.Linear, x: Inputs, shares: list[int]) -> Tensor:
         if isinstance(x, Tensor):
@@ -288,8 +291,8 @@ class MultiheadAttention(nn.Module):
         """
         (q,) = self._split(packing.unpack(self.query(x_TD)), "query")
         k, _ = self.project_encoded(encoded_TD, encoded_packing, decoding=True)
-        k = k.repeat_interleave(self.heads // self.num_kv_heads, 1)
-        scores = q @ k.transpose(2, 3) * (self.dim // self.heads) ** -0.5
+        k = k.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+        scores = q @ k.transpose(2, 3) * (self.dim // self.num_heads) ** -0.5
         if encoded_packing.padding is not None:
             scores = scores.masked_fill(encoded_packing.padding[:, None, None, :], -torch.inf)
         return scores.softmax(-1).mean(1)
@@ -324,6 +327,6 @@ class MultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, heads={self.heads}, num_kv_heads={self.num_kv_heads}, "
+            f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"window={self.window}, dropout={self.dropout}, cross={self.cross}"
         )

@@ -136,10 +136,10 @@ class KeyValueCache:
         reached = self.hypotheses.starts[self.hypotheses.reached(left)]
         return k, v, self.hypotheses.mask(reached, key.dtype)
 
-    def attend(self, q: Tensor, key: Tensor, value: Tensor, heads: int, left: int) -> Tensor:
+    def attend(self, q: Tensor, key: Tensor, value: Tensor, num_heads: int, left: int) -> Tensor:
         """What `cached_attention` returns for the hypotheses' position, which it adds: q (R, H d),
         key and value (R, G d)."""
-        at, channels = self.hypotheses, q.shape[1] // heads
+        at, channels = self.hypotheses, q.shape[1] // num_heads
         if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
             self.room(q, key.shape[1] // channels, channels, left)
         if self.views is None:

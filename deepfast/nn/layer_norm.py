@@ -46,7 +46,12 @@ class Norm(nn.Module):
         """n of residual + dropout(x); with ``residual`` also the sum."""
         checks.probability(self.op, dropout_p)
         p = dropout_p if self.training else 0.0
-        return normalise(self.op, x, residual, self.as_output(), p, None, self.backend)
+        n, total = normalise(self.op, x, residual, self.as_output(), p, None, self.backend)
+        return n if residual is None else (n, total)
+
+    @property
+    def norm_type(self) -> str:
+        return "rms" if self.rms else "layer"
 
     def as_output(self) -> OutNorm:
         """The parameters, for a DLCL boundary that applies this norm in its own pass."""
@@ -65,14 +70,14 @@ class Norm(nn.Module):
         """Recomputes n, the norm of x, in backward; it keeps x.
 
         The result has the bits of a forward pass that returned x as its sum. It differs where a
-        DLCL boundary computed n in 16 bits (policy "states"), because a boundary normalises x
+        DLCL boundary computed n in 16 bits (policy "layer"), because a boundary normalises x
         before it rounds x.
         """
         op, source, norm, backend = self.op, Kept(x), self.keep_output(), self.backend
 
         @torch.no_grad()
         def function() -> Tensor:
-            return normalise(op, source(), None, norm(), 0.0, None, backend)
+            return normalise(op, source(), None, norm(), 0.0, None, backend)[0]
 
         return Recompute(n, function)
 
@@ -144,12 +149,12 @@ NORMS: dict[str, Any] = {"layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 """Kind of norm in a stack -> its module."""
 
 
-def check_norms(op: str, connection: str, norm: str, norm_kind: str) -> None:
+def check_norms(op: str, connection: str, norm: str, norm_type: str) -> None:
     """Refuses an unknown kind of norm, and "none" where the connection needs norms."""
-    checks.choice(op, NORMS, norm_kind=norm_kind)
-    if norm_kind == "none" and (connection not in names("without_norm") or norm != "pre"):
+    checks.choice(op, NORMS, norm_type=norm_type)
+    if norm_type == "none" and (connection not in names("without_norm") or norm != "pre"):
         raise ValueError(
-            f"{op}: norm_kind='none' needs norm='pre' and the connection "
+            f"{op}: norm_type='none' needs norm='pre' and the connection "
             f"{' or '.join(names('without_norm'))}, got "
             f"norm={norm!r} and {connection!r}"
         )

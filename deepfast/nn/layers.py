@@ -60,33 +60,33 @@ class FeedForward(nn.Module):
         residual: Tensor,
         dropout_p: float,
         *,
-        memory: str = "keep",
-        want_norm: bool = False,
+        recompute: str = "none",
+        return_norm: bool = False,
         gate: Gate | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``want_norm``.
+        """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``return_norm``.
 
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
-        saves neither n nor masks, and ``memory`` decides whether it saves the hidden activation.
+        saves neither n nor masks, and ``recompute`` decides whether it saves the hidden activation.
         """
         fused = plain_norm(norm) and plain(self.up, nn.Linear)
-        if memory in RERUN or not (fused and plain(self.down, nn.Linear)):
+        if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
             # A rerun stops before the last product, which it could not do inside one op.
-            if want_norm or not fused:
+            if return_norm or not fused:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
-                return (n if want_norm else s), self(n, gate)
-            h, s = ops.norm_linear(
-                x, norm.weight, norm.bias, self.up.weight, None, norm.eps, rms=norm.rms,
-                residual=residual, dropout_p=dropout_p, training=self.training,
+                return (n if return_norm else s), self(n, gate)
+            h, s = ops.add_norm_linear(
+                x, residual, norm.weight, norm.bias, self.up.weight, None, norm.eps,
+                norm_type=norm.norm_type, dropout_p=dropout_p, training=self.training,
                 backend=norm.backend,
             )  # fmt: skip
             return s, self._rest(h, gate, self.up.bias)
         down = gated_parameters(self.down, gate)
         branch, s = ops.feed_forward(
             x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
-            rms=norm.rms, residual=residual, dropout_p=dropout_p, activation=self.activation,
-            activation_dropout_p=self.dropout, training=self.training, keep=memory == "keep",
-            want_norm=want_norm, backend=norm.backend,
+            norm_type=norm.norm_type, residual=residual, dropout_p=dropout_p,
+            activation=self.activation, activation_dropout_p=self.dropout, training=self.training,
+            recompute=recompute != "none", return_norm=return_norm, backend=norm.backend,
         )  # fmt: skip
         return s, branch
 
@@ -100,34 +100,34 @@ class FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share: submodules, sizes and the memory policy."""
+    """What encoder and decoder layers share: submodules, sizes and the recompute policy."""
 
     def __init__(
         self,
         dim: int,
-        heads: int,
+        num_heads: int,
         ffn_dim: int,
         *,
         num_kv_heads: int | None = None,
         window: Window = None,
         norm: str = "pre",
-        norm_kind: str = "layer",
+        norm_type: str = "layer",
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
         activation_dropout: float = 0.0,
         activation: str = "relu",
         first_norm: bool = True,
         later_norms: bool = True,
-        memory: str = "keep",
+        recompute: str = "none",
         backend: str | None = None,
     ):
         super().__init__()
         name = type(self).__name__
         checks.choice(name, ("pre", "post"), norm=norm)
-        checks.choice(name, NORMS, norm_kind=norm_kind)
-        checks.choice(name, POLICIES, memory=memory)
+        checks.choice(name, NORMS, norm_type=norm_type)
+        checks.choice(name, POLICIES, recompute=recompute)
         checks.choice(name, KINDS, activation=activation)
-        checks.whole(name, dim=dim, heads=heads, ffn_dim=ffn_dim)
+        checks.whole(name, dim=dim, num_heads=num_heads, ffn_dim=ffn_dim)
         checks.flag(name, first_norm=first_norm, later_norms=later_norms)
         for argument, p in (
             ("dropout", dropout),
@@ -135,16 +135,16 @@ class _Layer(nn.Module):
             ("activation_dropout", activation_dropout),
         ):
             checks.probability(name, p, argument=argument)
-        self.dim, self.norm, self.dropout, self.memory = dim, norm, dropout, memory
+        self.dim, self.norm, self.dropout, self.recompute = dim, norm, dropout, recompute
         options: dict = {"num_kv_heads": num_kv_heads, "dropout": attention_dropout}
         options["backend"] = backend
-        self.attention = MultiheadAttention(dim, heads, window=window, **options)
+        self.attention = MultiheadAttention(dim, num_heads, window=window, **options)
         if self.crosses:
-            self.cross_attention = MultiheadAttention(dim, heads, cross=True, **options)
+            self.cross_attention = MultiheadAttention(dim, num_heads, cross=True, **options)
         self.feed_forward = FeedForward(
             dim, ffn_dim, activation, activation_dropout, backend=backend
         )
-        make, own_first = NORMS[norm_kind], norm == "post" or first_norm
+        make, own_first = NORMS[norm_type], norm == "post" or first_norm
         own_later = norm == "post" or later_norms
         self.attention_norm = make(dim, backend=backend) if own_first else None
         if self.crosses:
@@ -164,11 +164,11 @@ class _Layer(nn.Module):
         gate: Gate | None,
         **options,
     ) -> Tensor:
-        """The branch of an attention. A module of another type gets no memory options or gate."""
+        """The branch of an attention. A module of another type gets no options."""
         attention = getattr(self, part)
         if isinstance(attention, MultiheadAttention):
             return attention(
-                n, packing, recompute_x=recompute_n, recompute_qkv=self.memory == "leaner",
+                n, packing, recompute_x=recompute_n, recompute_qkv=self.recompute == "ffn+qkv",
                 gate=gate, **options,
             )  # fmt: skip
         branch = attention(n, packing, **options)
@@ -202,12 +202,18 @@ class _Layer(nn.Module):
             again = None
             backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
-            if backward and plain_norm(norms[0]) and self.memory not in RERUN:
+            if backward and plain_norm(norms[0]) and self.recompute not in RERUN:
                 again = norms[0].recompute(n, s)
             branch = self._attend("cross_attention", n, packing, again, gate, **cross)
             x = n if post else s
         x, f = self.feed_forward.after_norm(
-            norms[-1], branch, x, self.dropout, memory=self.memory, want_norm=post, gate=gate
+            norms[-1],
+            branch,
+            x,
+            self.dropout,
+            recompute=self.recompute,
+            return_norm=post,
+            gate=gate,
         )
         if not post:
             return x, f
@@ -234,11 +240,11 @@ class TransformerEncoderLayer(_Layer):
     """Self-attention and a feed-forward block, each with residual, dropout and layer-norm.
 
     Args:
-        dim, heads, ffn_dim: D, H, F.
+        dim, num_heads, ffn_dim: D, H, F.
         num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
         window: of self-attention, see `MultiheadAttention`.
         norm: "pre" or "post".
-        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, "none" for no norms.
+        norm_type: "layer" for `LayerNorm`, "rms" for `RMSNorm`, "none" for no norms.
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
@@ -246,8 +252,8 @@ class TransformerEncoderLayer(_Layer):
         first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
         later_norms: False where the stack owns the other pre-norm LNs too, and calls the layer
             part by part.
-        memory: the memory policy, see `deepfast.memory.policies`. The stack around the layer
-            implements "states" and "history".
+        recompute: the recompute policy, see `deepfast.memory.policies`. The stack around the layer
+            implements "layer" and "layer+input".
         backend: see `deepfast.backend`.
     """
 

@@ -73,7 +73,8 @@ class Kept:
 def check_version(tensor: Tensor, version: int, what: str = "a tensor") -> None:
     if tensor._version != version:
         raise RuntimeError(
-            f"memory policy: {what} that backward needs has been modified by an inplace operation "
+            f"recompute policy: {what} that backward needs has been modified by an inplace "
+            "operation "
             f"since forward: {tuple(tensor.shape)} is at version {tensor._version}, expected "
             f"version {version}"
         )
@@ -105,7 +106,7 @@ class Recompute:
             with torch.no_grad(), torch.autocast(self.device, enabled=False):
                 self.value = self.function()
             if self.value.stride() != self.stride or self.value.dtype != self.dtype:
-                raise RuntimeError("memory policy: a tensor was recomputed with another layout")
+                raise RuntimeError("recompute policy: a tensor was recomputed with another layout")
             self.left = self.readers
         value = self.value
         self.left -= 1

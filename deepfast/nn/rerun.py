@@ -98,7 +98,7 @@ class LayerState:
         ]
         if changed:
             raise RuntimeError(
-                f"memory policy: backward needs a layer as it was in forward, but {changed[0]} "
+                f"recompute policy: backward needs a layer as it was in forward, but {changed[0]} "
                 "since then"
             )
 
@@ -217,7 +217,7 @@ class _Run:
         if slot.value is None:
             if self.task == task and task != -1:
                 raise RuntimeError(
-                    "memory policy: a saved tensor was read twice in one backward pass"
+                    "recompute policy: a saved tensor was read twice in one backward pass"
                 )
             self.again()
             self.task = task
@@ -235,7 +235,8 @@ class _Run:
                 kind = tensor.dtype, tuple(tensor.shape)
                 if slot.kind != kind:
                     raise RuntimeError(
-                        f"memory policy: a layer saved {slot.kind} in forward and {kind} when it "
+                        f"recompute policy: a layer saved {slot.kind} in forward and {kind} when "
+                        "it "
                         "ran again; it must do the same both times"
                     )
                 if slot.version is not None:
@@ -261,7 +262,7 @@ class _Run:
                 self.call(*inputs)
         if found < len(self.slots):
             raise RuntimeError(
-                f"memory policy: a layer saved {len(self.slots)} tensors in forward and {found} "
+                f"recompute policy: a layer saved {len(self.slots)} tensors in forward and {found} "
                 "when it ran again; it must do the same both times"
             )
 

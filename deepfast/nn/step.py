@@ -61,7 +61,7 @@ class LayerStep:
             (*(common.parameter(p, x_BD.dtype) for p in (n.weight, n.bias)), n.eps, n.rms)
             for n in (getattr(layer, name) for name in names)
         ]
-        self.heads, self.left = attention.heads, attention.window[0]
+        self.num_heads, self.left = attention.num_heads, attention.window[0]
         self.shares = attention._shares("query_key_value")
         self.query_key_value, self.out, self.query, self.cross_out, self.down = (
             (linear.weight, linear.bias)
@@ -84,7 +84,7 @@ class LayerStep:
     ) -> Tensor | tuple[Tensor, Tensor]:
         qkv = F.linear(x if normed is None else normed, *self.query_key_value)
         q, k, v = qkv.split_with_sizes(self.shares, 1)
-        a = F.linear(cache.attend(q, k, v, self.heads, self.left), *self.out)
+        a = F.linear(cache.attend(q, k, v, self.num_heads, self.left), *self.out)
         n = self._norm(0, a, x)
         q, sentences = F.linear(n, *self.query), packing.sentences(x.device)
         keys, values = encoded

@@ -19,7 +19,7 @@ from deepfast.ops.decoding import compiled
 
 
 class _Stack(nn.Module):
-    """What encoder and decoder share: layers of one type, a connection, memory policies, gates."""
+    """What encoder and decoder share: layers of one type, a connection, policies, gates."""
 
     planned: str
     """The attribute of a plan that holds this stack's policies."""
@@ -32,14 +32,14 @@ class _Stack(nn.Module):
         self,
         num_layers: int,
         dim: int,
-        heads: int,
+        num_heads: int,
         ffn_dim: int,
         *,
         num_kv_heads: int | None = None,
         window: Window = None,
         connection: str = "dlcl",
         norm: str = "pre",
-        norm_kind: str = "layer",
+        norm_type: str = "layer",
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
         activation_dropout: float = 0.0,
@@ -48,7 +48,7 @@ class _Stack(nn.Module):
         latent: dict | None = None,
         block: int | None = None,
         reads: int | None = None,
-        memory: str | Sequence[str] | object = "keep",
+        recompute: str | Sequence[str] | object = "none",
         backend: str | None = None,
     ):
         super().__init__()
@@ -61,21 +61,21 @@ class _Stack(nn.Module):
         parts = reading_parts(op, connection, reads, self.layer.parts)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(
-                dim, heads, ffn_dim, num_kv_heads=num_kv_heads, window=window, norm=norm,
-                norm_kind=norm_kind, dropout=dropout, attention_dropout=attention_dropout,
+                dim, num_heads, ffn_dim, num_kv_heads=num_kv_heads, window=window, norm=norm,
+                norm_type=norm_type, dropout=dropout, attention_dropout=attention_dropout,
                 activation_dropout=activation_dropout, activation=activation, first_norm=False,
                 later_norms=not parts, backend=backend,
             )
             for _ in range(num_layers)
         )  # fmt: skip
         about = Options(
-            op, connection, num_layers, dim, norm, norm_kind, dropout, dlcl, block, parts, backend
+            op, connection, num_layers, dim, norm, norm_type, dropout, dlcl, block, parts, backend
         )
         self.connection = class_of(connection)(about)
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
-        self.set_memory(memory)
+        self.set_recompute(recompute)
 
     def gates(self, language: int = 0) -> list[Gate | None]:
         """The gates that scale the branches of each layer in one forward pass.
@@ -94,33 +94,33 @@ class _Stack(nn.Module):
         used = zip(self.layers, self.policies, options, gates, strict=True)
         for layer, policy, given, gate in used:
             if is_chosen(gate, 0.0):
-                calls.append(LayerCall(layer.norms_alone, "keep", {}) if post else None)
+                calls.append(LayerCall(layer.norms_alone, "none", {}) if post else None)
                 continue
             if gate is not None and not is_chosen(gate, 1.0):
                 given = given | {"gate": gate}
             calls += self.connection.calls(layer, policy, given)
         return calls
 
-    def set_memory(self, memory: str | Sequence[str] | object) -> None:
+    def set_recompute(self, recompute: str | Sequence[str] | object) -> None:
         """Sets what each layer keeps for backward, from the next forward pass on.
 
         Args:
-            memory: a policy of `deepfast.memory.POLICIES`; one policy per layer from the bottom; or
-                a `deepfast.memory.Plan`, of which an encoder uses ``policies`` and a decoder
-                ``decoder_policies``.
+            recompute: a policy of `deepfast.memory.POLICIES`; one policy per layer from the bottom;
+                or a `deepfast.memory.Plan`, of which an encoder uses ``recompute`` and a decoder
+                ``decoder_recompute``.
 
         Raises:
             ValueError: for an unknown policy, a number of policies that is not num_layers, or
-                "history" without a depth connection.
+                "layer+input" without a depth connection.
         """
-        memory = getattr(memory, self.planned, memory)
-        self.policies = resolve(memory, len(self.layers), self.connection.kind)
-        """The memory policy of each layer."""
+        recompute = getattr(recompute, self.planned, recompute)
+        self.policies = resolve(recompute, len(self.layers), self.connection.kind)
+        """The recompute policy of each layer."""
         for layer, policy in zip(self.layers, self.policies, strict=True):
             # A layer may be inside a wrapper.
             for part in layer.modules():
                 if isinstance(part, self.layer):
-                    part.memory = policy
+                    part.recompute = policy
 
 
 class TransformerEncoder(_Stack):
@@ -128,7 +128,7 @@ class TransformerEncoder(_Stack):
 
     Args:
         num_layers: L >= 1.
-        dim, heads, ffn_dim: D, H, F.
+        dim, num_heads, ffn_dim: D, H, F.
         num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
         window: of every self-attention, see `MultiheadAttention`.
         connection: one of `deepfast.connections.CONNECTIONS`: "dlcl"; "residual";
@@ -136,15 +136,15 @@ class TransformerEncoder(_Stack):
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
         norm: "pre" (with a final LN) or "post".
-        norm_kind: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
+        norm_type: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
             inside a DLCL's mixture. "none": no norms, in a pre-norm stack with the connection
             "residual" or "latent" (Li et al. train latent depth so).
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
         activation: "relu" or "gelu".
-        dlcl: further arguments of `DLCL`, such as ``{"weight": "vector", "window": 8}``;
-            ``{"norm": None}`` mixes states without norms, ``{"norm_kind": "layer"}`` with
+        dlcl: further arguments of `DLCL`, such as ``{"weight_type": "vector", "window": 8}``;
+            ``{"norm": None}`` mixes states without norms, ``{"norm_type": "layer"}`` with
             layer-norms in a stack of RMS norms.
         block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
         reads: under "attnres" and "block_attnres", how often a layer pushes and reads: 2 (or None):
@@ -152,9 +152,9 @@ class TransformerEncoder(_Stack):
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
             is not used runs only its layer-norms, which normalise the residual alone.
-        memory: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("keep",
-            "lean", "leaner", "states", "history"), one policy per layer, or a plan. "history" needs
-            DLCL or attention residuals.
+        recompute: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("none",
+            "ffn", "ffn+qkv", "layer", "layer+input"), one policy per layer, or a plan.
+            "layer+input" needs DLCL or attention residuals.
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
@@ -162,7 +162,7 @@ class TransformerEncoder(_Stack):
     et al. 2025 for MUDD.
     """
 
-    layer, planned = TransformerEncoderLayer, "policies"
+    layer, planned = TransformerEncoderLayer, "recompute"
     layers: Sequence[TransformerEncoderLayer]
 
     def forward(
@@ -197,7 +197,7 @@ class TransformerEncoder(_Stack):
 class TransformerDecoder(_Stack):
     """A stack of decoder layers with its own depth history. Args as `TransformerEncoder`."""
 
-    layer, planned = TransformerDecoderLayer, "decoder_policies"
+    layer, planned = TransformerDecoderLayer, "decoder_recompute"
     layers: Sequence[TransformerDecoderLayer]
 
     def forward(

@@ -86,7 +86,7 @@ activation_op = register(
 
 def activation(
     h: Tensor,
-    kind: str,
+    activation: str,
     *,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -104,7 +104,7 @@ def activation(
 
     Args:
         h: (..., F), fp32, bf16, fp16 or fp64. Autocast does not cast it.
-        kind: "relu" or "gelu".
+        activation: "relu" or "gelu".
         bias: (F,), any of these dtypes, or None.
         dropout_p: probability that an element becomes 0, while ``training``.
         training: whether dropout applies.
@@ -124,10 +124,10 @@ def activation(
     Source: Hendrycks, Gimpel, Gaussian Error Linear Units (GELUs), 2016.
     """
     checks.tensor("activation", "h", h)
-    checks.choice("activation", KINDS, kind=kind)
+    checks.choice("activation", KINDS, activation=activation)
     checks.parameter("activation", "bias", bias, (h.shape[-1],), h.device)
     checks.probability("activation", dropout_p)
     checks.flag("activation", training=training)
     p = dropout_p if training else 0.0
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
-    return activation_op(h, bias, kind, p, seed, backend)[0]
+    return activation_op(h, bias, activation, p, seed, backend)[0]

@@ -23,8 +23,17 @@ def _contiguous_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
+def _launches(a):
+    """Those of the backend that was requested, or of the default one."""
+    width = backends.attention_width(a.q.device, a.max_seqlen_q, a.max_seqlen_k)
+    launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype, width)[1]
+    # After a failed check the default is torch's attention, which cannot go on with the results of
+    # a forward pass that was made before.
+    return launch or backends.choose("attention", "reference", a.q.device, a.q.dtype)[1]
+
+
 def _forward(a):
-    _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
+    launch = _launches(a)
     o, lse = _fake(a)
     launch.attention_forward(**_shared(a), o=o, lse=lse)
     return o, lse
@@ -46,7 +55,7 @@ def _fake(a):
 
 
 def _grad_forward(a):
-    _, launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype)
+    launch = _launches(a)
     dq, dk, dv = _grad_fake(a)
     dout = _contiguous_channels(a.dout)
     launch.attention_backward(**_shared(a), o=a.o, lse=a.lse, dout=dout, dq=dq, dk=dk, dv=dv)
@@ -253,4 +262,6 @@ def attention(
         raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = map(_contiguous_channels, (q, k, v))
-    return _attention(q, k, v, *sizes, scale, dropout_p, seed, name)[0]
+    # A default is not requested by its name, so its kernels are checked before their first use.
+    requested = None if backends.asked(backend) is None else name
+    return _attention(q, k, v, *sizes, scale, dropout_p, seed, requested)[0]

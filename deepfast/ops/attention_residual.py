@@ -1,6 +1,7 @@
 """One read of attention residuals, for code that holds its sources itself."""
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +27,30 @@ def _weights(sources: Sequence[Tensor], query: Tensor, lse: Tensor, eps: float) 
     return (torch.stack(scores, -1) - lse.unsqueeze(-1)).exp()
 
 
+@overload
+def attention_residual(
+    query: Tensor,
+    residuals: Tensor | Sequence[Tensor],
+    rms_weight: Tensor | None = ...,
+    output_rms_weight: Tensor | None = ...,
+    rms_eps: float = ...,
+    scale: float | None = ...,
+    return_weights: Literal[False] = False,
+    *,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def attention_residual(
+    query: Tensor,
+    residuals: Tensor | Sequence[Tensor],
+    rms_weight: Tensor | None = ...,
+    output_rms_weight: Tensor | None = ...,
+    rms_eps: float = ...,
+    scale: float | None = ...,
+    *,
+    return_weights: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def attention_residual(
     query: Tensor,
     residuals: Tensor | Sequence[Tensor],

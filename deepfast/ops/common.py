@@ -11,9 +11,6 @@ from torch.autograd import forward_ad
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 
-STATES = ("float32", "autocast")
-"""What a depth connection keeps its states in under autocast."""
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -66,9 +63,11 @@ def alike(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return widened(*tensors)
 
 
-def cast_states(states: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Casts what is pushed to a depth connection, for autocast. states: one of `STATES`."""
-    return autocast(*tensors) if states == "autocast" else widened(*tensors)
+def cast_states(
+    state_dtype: torch.dtype | None, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Under autocast casts what is pushed to a depth connection: None to autocast's dtype."""
+    return autocast(*tensors) if state_dtype is None else widened(*tensors)
 
 
 def bare_apply(node: type[torch.autograd.Function]):

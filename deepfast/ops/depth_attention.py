@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -119,13 +120,13 @@ _depth_attention = register(
 )
 
 
-def _check_query(first, query, scores, norm, norm_weight) -> None:
+def _check_query(first, query, scores, norm_type, norm_weight) -> None:
     if (query is None) == (scores is None):
         got = "neither" if query is None else "both"
         raise ValueError(f"depth_attention: expected either query or scores, got {got}")
-    checks.choice("depth_attention", NORMS, norm=norm)
-    if norm_weight is not None and (query is None or norm is None):
-        raise ValueError("depth_attention: norm_weight needs a query and norm='rms'")
+    checks.choice("depth_attention", NORMS, norm_type=norm_type)
+    if norm_weight is not None and (query is None or norm_type is None):
+        raise ValueError("depth_attention: norm_weight needs a query and norm_type='rms'")
     if query is None:
         return
     dim = first.shape[-1]
@@ -151,12 +152,36 @@ def _check_scores(sources: list[Tensor], scores: Tensor) -> None:
     checks.parameter("depth_attention", "scores", scores, shape, first.device)
 
 
+@overload
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor | None = ...,
+    *,
+    scores: Tensor | None = ...,
+    norm_type: str | None = ...,
+    norm_weight: Tensor | None = ...,
+    eps: float = ...,
+    return_lse: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor | None = ...,
+    *,
+    scores: Tensor | None = ...,
+    norm_type: str | None = ...,
+    norm_weight: Tensor | None = ...,
+    eps: float = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def depth_attention(
     sources: Sequence[Tensor],
     query: Tensor | None = None,
     *,
     scores: Tensor | None = None,
-    norm: str | None = "rms",
+    norm_type: str | None = "rms",
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     return_lse: bool = False,
@@ -177,7 +202,7 @@ def depth_attention(
         query: (D,), or (H, D) for H hops, any of these dtypes.
         scores: instead of a query, (..., K) or (..., K, H), any of these dtypes; -inf leaves a
             source out.
-        norm: "rms", or None for ``s_kh = query_h . v_k``.
+        norm_type: "rms", or None for ``s_kh = query_h . v_k``.
         norm_weight: weight of the norm, (D,), or (H, D) with one per hop, or None.
         eps: added to the mean square.
         return_lse: whether to return lse too, which is differentiable.
@@ -200,7 +225,7 @@ def depth_attention(
     first = sources[0]
     checks.eps("depth_attention", eps)
     checks.flag("depth_attention", return_lse=return_lse)
-    _check_query(first, query, scores, norm, norm_weight)
+    _check_query(first, query, scores, norm_type, norm_weight)
     if query is None:
         _check_scores(sources, scores)
         one_hop = scores.dim() == first.dim()
@@ -213,7 +238,7 @@ def depth_attention(
             dtype = compute_dtype(first.dtype)
             query = query.to(dtype) * norm_weight.to(dtype)
         q = query.unsqueeze(0) if one_hop else query
-        out, lse = _depth_attention(sources, q, None, norm is not None, eps, backend)
+        out, lse = _depth_attention(sources, q, None, norm_type is not None, eps, backend)
     if one_hop:
         out, lse = out.squeeze(-2), lse.squeeze(-1)
     return (out, lse) if return_lse else out

@@ -162,52 +162,53 @@ def feed_forward(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    up: Tensor,
+    up_weight: Tensor,
     up_bias: Tensor | None,
-    down: Tensor,
+    down_weight: Tensor,
     down_bias: Tensor | None,
     eps: float = 1e-5,
     *,
-    rms: bool = False,
+    norm_type: str = "layer",
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     activation: str = "relu",
     activation_dropout_p: float = 0.0,
     training: bool = False,
-    keep: bool = True,
-    want_norm: bool = False,
+    recompute: bool = False,
+    return_norm: bool = False,
     seed: int | Tensor | None = None,
     activation_seed: int | Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``dropout(act(n up^T + up_bias)) down^T + down_bias``, n = LN(s), s = residual + dropout(x).
+    """``dropout(act(n up_weight^T + up_bias)) down_weight^T + down_bias`` with n = LN(s) and
+    s = residual + dropout(x).
 
-    Autograd saves s and, with ``keep``, one hidden activation. Backward recomputes the layer-norm
-    and, for GELU, the activation. It regenerates dropout masks from their seeds; ReLU's mask is
-    where its output is not 0. Without ``keep`` backward recomputes the first matrix product too:
-    that is a sixth more matrix work in the block, for a fifth of its memory at F = 4 D. The matrix
-    products are torch's. The bias of the first is added by the activation, or on a GPU by the
-    product itself where only ReLU follows; its gradient comes from the activation's backward.
+    Autograd saves s and, without ``recompute``, one hidden activation. Backward recomputes the
+    layer-norm and, for GELU, the activation. It regenerates dropout masks from their seeds; ReLU's
+    mask is where its output is not 0. With ``recompute`` backward computes the first matrix product
+    again: that is a sixth more matrix work in the block, for a fifth of its memory at F = 4 D. The
+    matrix products are torch's. The bias of the first is added by the activation, or on a GPU by
+    the product itself where only ReLU follows; its gradient comes from the activation's backward.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
         norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
-        up: (F, D), in x's dtype.
+        up_weight: (F, D), in x's dtype.
         up_bias: (F,), any of these dtypes, or None.
-        down, down_bias: (N, F) and (N,) or None, in x's dtype.
+        down_weight, down_bias: (N, F) and (N,) or None, in x's dtype.
         eps: added to the variance.
-        rms: whether the norm is `rms_norm` instead.
+        norm_type: "layer", or "rms" for `rms_norm`.
         residual: shaped like x.
         dropout_p, activation_dropout_p: probability of dropout on x and on the hidden activation,
             while ``training``.
         activation: "relu" or "gelu".
-        keep: whether to save the hidden activation for backward.
-        want_norm: whether to return n in place of s, for a post-norm layer.
+        recompute: whether backward computes the hidden activation again.
+        return_norm: whether to return n in place of s, for a post-norm layer.
         seed, activation_seed: seeds of the two dropout masks, see `layer_norm`.
         backend: backend of layer-norm and activation, see `deepfast.backend`.
 
     Returns:
-        (..., N), and s (x itself without residual and dropout), or n with ``want_norm``.
+        (..., N), and s (x itself without residual and dropout), or n with ``return_norm``.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -219,16 +220,21 @@ def feed_forward(
     Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     name = "feed_forward"
+    checks.choice(name, norm.TYPES, norm_type=norm_type)
+    rms = norm_type == "rms"
     x, residual, dim = norm.check(
         name, x, residual, (norm_weight, norm_bias, eps, rms), dropout_p, prefix="norm_"
     )
     checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
-    checks.flag(name, training=training, keep=keep, want_norm=want_norm)
-    up, _ = common.linear_operands(name, x, dim, ("up", "F", "up_bias"), up, None)
-    checks.parameter(name, "up_bias", up_bias, (up.shape[0],), x.device)
-    names = "down", "N", "down_bias"
-    down, down_bias = common.linear_operands(name, x, up.shape[0], names, down, down_bias)
+    checks.flag(name, training=training, recompute=recompute, return_norm=return_norm)
+    names = "up_weight", "F", "up_bias"
+    up_weight, _ = common.linear_operands(name, x, dim, names, up_weight, None)
+    checks.parameter(name, "up_bias", up_bias, (up_weight.shape[0],), x.device)
+    names = "down_weight", "N", "down_bias"
+    down_weight, down_bias = common.linear_operands(
+        name, x, up_weight.shape[0], names, down_weight, down_bias
+    )
     p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
     seed = common.draw_seed(name, seed, x.device) if p > 0 else None
     if q > 0:
@@ -238,11 +244,11 @@ def feed_forward(
     else:
         activation_seed = None
     out, total, n = _feed_forward(
-        x=x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, up=up,
-        up_bias=up_bias, down=down, down_bias=down_bias, eps=eps, rms=rms, dropout_p=p,
+        x=x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, up=up_weight,
+        up_bias=up_bias, down=down_weight, down_bias=down_bias, eps=eps, rms=rms, dropout_p=p,
         seed=seed, activation=activation, activation_p=q, activation_seed=activation_seed,
-        keep=keep, want_norm=want_norm, backend=backend,
+        keep=not recompute, want_norm=return_norm, backend=backend,
     )  # fmt: skip
-    if want_norm:
+    if return_norm:
         return out, n
     return out, x if residual is None and p == 0 else total

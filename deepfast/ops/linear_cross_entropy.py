@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -211,72 +212,120 @@ _linear_cross_entropy = register(
 )
 
 
-def _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk) -> None:
+def _check(
+    x, linear_weight, linear_bias, target, label_smoothing, ignore_index, reduction, chunk_size
+) -> None:
     op = "linear_cross_entropy"
-    checks.tensor(op, "hidden", hidden)
-    checks.tensor(op, "weight", weight)
-    dim, device = hidden.shape[-1], hidden.device
-    if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
-        raise ValueError(f"{op}: weight must be (V, {dim}) with V >= 1, got {tuple(weight.shape)}")
-    checks.parameter(op, "bias", bias, (weight.shape[0],), device)
+    checks.tensor(op, "x", x)
+    checks.tensor(op, "linear_weight", linear_weight)
+    dim, device = x.shape[-1], x.device
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != dim or linear_weight.shape[0] == 0:
+        shape = tuple(linear_weight.shape)
+        raise ValueError(f"{op}: linear_weight must be (V, {dim}) with V >= 1, got {shape}")
+    checks.parameter(op, "linear_bias", linear_bias, (linear_weight.shape[0],), device)
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
     if target.layout != torch.strided:
         raise TypeError(f"{op}: target must be a dense tensor, got a {target.layout} one")
-    if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+    if target.dtype != torch.int64 or target.shape != x.shape[:-1]:
         raise ValueError(
-            f"{op}: target must be torch.int64 {tuple(hidden.shape[:-1])}, got {target.dtype} "
+            f"{op}: target must be torch.int64 {tuple(x.shape[:-1])}, got {target.dtype} "
             f"{tuple(target.shape)}"
         )
-    for name, x in (("weight", weight), ("target", target)):
-        if x.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+    for name, p in (("linear_weight", linear_weight), ("target", target)):
+        if p.device != device:
+            raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
     checks.probability(op, label_smoothing, argument="label_smoothing")
     checks.choice(op, REDUCTIONS, reduction=reduction)
-    for name, value in (("chunk", chunk), ("ignore_index", ignore_index)):
-        if (value is not None or name != "chunk") and type(value) is not int:
+    for name, value in (("chunk_size", chunk_size), ("ignore_index", ignore_index)):
+        if (value is not None or name != "chunk_size") and type(value) is not int:
             raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
         if value is not None and not -(2**63) <= value < 2**63:
             raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{op}: chunk must be None or at least 1, got {chunk}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be None or at least 1, got {chunk_size}")
 
 
+@overload
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
+    x: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
     *,
-    bias: Tensor | None = None,
+    linear_bias: Tensor | None = ...,
+    label_smoothing: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    chunk_size: int | None = ...,
+    return_nll: Literal[False] = False,
+    return_correct: Literal[False] = False,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    label_smoothing: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    chunk_size: int | None = ...,
+    return_nll: Literal[True],
+    return_correct: bool = False,
+    backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = ...,
+    label_smoothing: float = ...,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    chunk_size: int | None = ...,
+    return_nll: bool = False,
+    return_correct: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
-    chunk: int | None = None,
+    chunk_size: int | None = None,
     return_nll: bool = False,
     return_correct: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Cross entropy of ``hidden weight^T + bias`` against ``target``, without storing all logits.
+    """Cross entropy of the linear map ``x W^T + b`` against ``target``, without storing all logits.
 
     ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
     with the logits z and s the label smoothing, summed or averaged over the targets that are not
     ignored. The loss equals that of torch's linear and cross_entropy with logits in fp32. Forward
     processes the tokens in chunks. While it has the logits of a chunk, it also computes the
     gradients that are needed. That takes three matrix products in all, and autograd saves only the
-    gradients of ``hidden``, ``weight`` and ``bias``. The matrix products are torch's.
+    gradients of ``x``, ``linear_weight`` and ``linear_bias``. The matrix products are torch's.
 
     Args:
-        hidden: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        weight: (V, D), in hidden's dtype, or in fp32 where hidden has 16 bits. An fp32 weight is
+        x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        linear_weight: W, (V, D), in x's dtype, or in fp32 where x has 16 bits. An fp32 weight is
             cast for the products; its gradient is summed in fp32 and not rounded. It may be the
             embedding.
-        bias: (V,), or None; its dtypes are those of the weight.
+        linear_bias: b, (V,), or None; its dtypes are those of the weight.
         target: (...) int64, each in [0, V) or ``ignore_index``. Any other value is an error on a
             CPU. On a GPU, where a check would wait for the device, it makes the loss nan.
         label_smoothing: in [0, 1].
         ignore_index: targets of this value give no loss and no gradient.
         reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
-        chunk: tokens per chunk; by default 1/32 of the tokens, at least 256.
+        chunk_size: tokens per chunk; by default 1/32 of the tokens, at least 256.
         return_nll: whether to return the nll too, with the same reduction and without gradient.
         return_correct: whether to return how many targets have the largest logit, int64; of equal
             logits the first counts. An ignored target has none. This reads the logits once more.
@@ -295,21 +344,24 @@ def linear_cross_entropy(
     Source: Szegedy et al., Rethinking the Inception Architecture, 2016, for label smoothing; the
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
-    _check(hidden, weight, bias, target, label_smoothing, ignore_index, reduction, chunk)
+    _check(
+        x, linear_weight, linear_bias, target, label_smoothing, ignore_index, reduction, chunk_size
+    )
     checks.flag("linear_cross_entropy", return_nll=return_nll, return_correct=return_correct)
-    (hidden,) = common.autocast(hidden)
-    for name, p in (("weight", weight), ("bias", bias)):
-        dtype = hidden.dtype if p is None else p.dtype
-        master = dtype == torch.float32 and hidden.dtype.itemsize == 2
-        if dtype != hidden.dtype and not master:
-            raise ValueError(f"linear_cross_entropy: {name} must be {hidden.dtype}, got {dtype}")
+    (x,) = common.autocast(x)
+    for name, p in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        dtype = x.dtype if p is None else p.dtype
+        master = dtype == torch.float32 and x.dtype.itemsize == 2
+        if dtype != x.dtype and not master:
+            raise ValueError(f"linear_cross_entropy: {name} must be {x.dtype}, got {dtype}")
     differentiate = torch.is_grad_enabled()
     loss, nll, correct = _linear_cross_entropy(
-        hidden=hidden, weight=weight, bias=bias, target=target, label_smoothing=label_smoothing,
-        ignore_index=ignore_index, mean=reduction == "mean", chunk=chunk,
-        want_dhidden=differentiate and hidden.requires_grad,
-        want_dweight=differentiate and weight.requires_grad,
-        want_dbias=differentiate and bias is not None and bias.requires_grad,
+        hidden=x, weight=linear_weight, bias=linear_bias, target=target,
+        label_smoothing=label_smoothing, ignore_index=ignore_index, mean=reduction == "mean",
+        chunk=chunk_size,
+        want_dhidden=differentiate and x.requires_grad,
+        want_dweight=differentiate and linear_weight.requires_grad,
+        want_dbias=differentiate and linear_bias is not None and linear_bias.requires_grad,
         count_correct=return_correct, backend=backend,
     )  # fmt: skip
     more = (*((nll,) if return_nll else ()), *((correct,) if return_correct else ()))

@@ -13,6 +13,9 @@ from deepfast.ops import common
 from deepfast.ops.register import gradients, no_flops, only_wanted, register
 from deepfast.reference.layer_norm import layer_norm as reference
 
+TYPES = ("layer", "rms")
+"""`layer_norm`, and `rms_norm` without a bias."""
+
 
 def compute(a):
     """y, sum, mean and rstd of an op that begins with a norm of ``residual + dropout(x)``, without

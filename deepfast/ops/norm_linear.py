@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepfast import checks
 from deepfast.ops import common, norm
+from deepfast.ops.layer_norm import probability
 from deepfast.ops.register import register
 
 
@@ -69,6 +70,20 @@ _norm_linear = register(
 )
 
 
+def _run(
+    op: str, x, residual, norm_type: str, parameters: tuple, linear: tuple, p: float, seed, backend
+):
+    """out and s of `norm_linear` and `add_norm_linear`; errors begin with ``op``."""
+    checks.choice(op, norm.TYPES, norm_type=norm_type)
+    parameters = *parameters, norm_type == "rms"
+    x, residual, dim = norm.check(op, x, residual, parameters, p, prefix="norm_")
+    weight, bias = common.linear_operands(op, x, dim, ("weight", "N", "bias"), *linear)
+    norm_weight, norm_bias, eps, rms = parameters
+    return _norm_linear(
+        x, residual, norm_weight, norm_bias, weight, bias, eps, rms, p, seed, backend
+    )
+
+
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -77,31 +92,25 @@ def norm_linear(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    rms: bool = False,
-    residual: Tensor | None = None,
-    dropout_p: float = 0.0,
-    training: bool = False,
-    seed: int | Tensor | None = None,
+    norm_type: str = "layer",
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``LN(s) weight^T + bias`` with ``s = residual + dropout(x)``.
+) -> Tensor:
+    """``LN(x) weight^T + bias``.
 
-    Autograd saves s and not LN(s). Backward recomputes LN(s) for the weight's gradient, which costs
-    one pass over s. The matrix products are torch's.
+    Autograd saves x and not LN(x). Backward recomputes LN(x) for the weight's gradient, which costs
+    one pass over x. The matrix products are torch's.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
-        norm_weight, norm_bias: (D,), parameters of the layer-norm, or None.
+        norm_weight, norm_bias: (D,), parameters of the norm, or None.
         weight: (N, D), in x's dtype.
         bias: (N,), or None.
         eps: added to the variance.
-        rms: whether the norm is `rms_norm` instead.
-        residual: shaped like x. With a residual the sum s is returned too.
-        dropout_p, training, seed: as in `layer_norm`.
-        backend: backend of the layer-norm, see `deepfast.backend`.
+        norm_type: "layer", or "rms" for `rms_norm`.
+        backend: backend of the norm, see `deepfast.backend`.
 
     Returns:
-        (..., N); with ``residual``, also s.
+        (..., N).
 
     Raises:
         TypeError, ValueError: for operands that do not fit.
@@ -112,15 +121,41 @@ def norm_linear(
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
     """
-    x, residual, dim = norm.check(
-        "norm_linear", x, residual, (norm_weight, norm_bias, eps, rms), dropout_p, prefix="norm_"
-    )
-    checks.flag("norm_linear", training=training)
-    names = "weight", "N", "bias"
-    weight, bias = common.linear_operands("norm_linear", x, dim, names, weight, bias)
-    p = dropout_p if training else 0.0
-    seed = common.draw_seed("norm_linear", seed, x.device) if p > 0 else None
-    out, total = _norm_linear(
-        x, residual, norm_weight, norm_bias, weight, bias, eps, rms, p, seed, backend
-    )
-    return out if residual is None else (out, total)
+    parameters, linear = (norm_weight, norm_bias, eps), (weight, bias)
+    return _run("norm_linear", x, None, norm_type, parameters, linear, 0.0, None, backend)[0]
+
+
+def add_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    norm_type: str = "layer",
+    dropout_p: float = 0.0,
+    training: bool = False,
+    seed: int | Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` of ``s = residual + dropout(x)``; dropout as in `add_layer_norm`.
+
+    Args:
+        x, residual: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.
+        norm_weight, norm_bias, weight, bias, eps, norm_type, backend: as in `norm_linear`.
+        dropout_p, training, seed: as in `add_layer_norm`.
+
+    Returns:
+        (..., N), and s, shaped like x.
+
+    Raises:
+        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `norm_linear`.
+    """
+    op = "add_norm_linear"
+    checks.tensor(op, "residual", residual)
+    p = probability(op, dropout_p, training)
+    seed = common.draw_seed(op, seed, x.device) if p > 0 else None
+    parameters, linear = (norm_weight, norm_bias, eps), (weight, bias)
+    return _run(op, x, residual, norm_type, parameters, linear, p, seed, backend)

@@ -66,11 +66,11 @@ class StageDepth(DepthConnection):
         running = [False] * (begins + 1) + [whole.running[k] for k in range(first + 1, last + 1)]
         super().__init__(
             last - first, whole.dim, tuple(pattern), running=tuple(running), norm=whole.norm,
-            states=whole.states, eps=whole.eps, backend=whole.backend,
+            state_dtype=whole.state_dtype, eps=whole.eps, backend=whole.backend,
         )  # fmt: skip
-        self.rows, self.norm_kind, self.pass_kind = len(rows), whole.norm_kind, whole.pass_kind
+        self.rows, self.norm_type, self.pass_kind = len(rows), whole.norm_type, whole.pass_kind
         # Of attention residuals: which function makes weights of scores.
-        self.weights = getattr(whole, "weights", None)
+        self.score_function = getattr(whole, "score_function", None)
         # Not a child: the parameters keep the names that they have in the whole stack.
         self._whole = (whole,)
         self.begins, self.below, self.above = begins, below, above
@@ -141,7 +141,7 @@ class StageDepth(DepthConnection):
         if self.below is None or self.below.kind == "states":
             *given, last = payload
             for y in given:
-                self._push(Call(y, history, want_x=False))
+                self._push(Call(y, history, return_x=False))
             return last
         x, *sums = payload
         if sums:
@@ -163,11 +163,11 @@ class StageDepth(DepthConnection):
         residual: Tensor | None = None,
         dropout_p: float = 0.0,
         out_norm: OutNorm | None = None,
-        want_x: bool = True,
+        return_x: bool = True,
     ) -> Tensor | tuple[Tensor | None, Tensor]:
         """As `DepthConnection.forward`; None for a row that nothing reads."""
         k = len(history)
-        wanted = want_x and (self.row_numbers[k] is not None or k in self.alone)
+        wanted = return_x and (self.row_numbers[k] is not None or k in self.alone)
         return self._push(Call(y, history, None, residual, dropout_p, None, out_norm, wanted))
 
     def end(

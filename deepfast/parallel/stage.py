@@ -124,7 +124,7 @@ class EncoderStage(nn.Module):
         elif self.below is not None and self.below.carried:
             rows = len(self.below.carried)
             shapes = [state, (rows, *state)]
-            if getattr(self.connection.part.whole, "weights", None) == "softmax":
+            if getattr(self.connection.part.whole, "score_function", None) == "softmax":
                 shapes.append((rows, *state[:2]))
         if len(payload) != len(shapes):
             raise TypeError(f"{name}: expected {len(shapes)} tensors, got {len(payload)}")
@@ -206,7 +206,7 @@ def split(encoder: TransformerEncoder, stages: int | Sequence[int]) -> list[Enco
 
     Args:
         encoder: with connection "dlcl", "denseformer", "attnres" or "block_attnres", any norm and
-            memory policies.
+            recompute policies.
         stages: how many, or the layers of each. A number makes them as equal as can be; the first
             ones have a layer more.
 

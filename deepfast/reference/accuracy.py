@@ -1,4 +1,4 @@
-"""How far a result may lie from the float64 reference: one rule for tests and proofs.
+"""How far a result may lie from the float64 reference: one rule for tests and selfchecks.
 
     error <= 2 * (error of the plain PyTorch form in the same dtype) + FLOOR[dtype] * scale
 

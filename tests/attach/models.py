@@ -112,8 +112,8 @@ def fresh(name, **more):
     kind = getattr(transformers, name, None)
     if kind is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    heads = {"num_key_value_heads": 2} if "Causal" in name else {}
-    return kind(kind.config_class(**SIZES | heads | OF_CLASS.get(name, {}) | more)).train()
+    num_heads = {"num_key_value_heads": 2} if "Causal" in name else {}
+    return kind(kind.config_class(**SIZES | num_heads | OF_CLASS.get(name, {}) | more)).train()
 
 
 def perturbed(model):

@@ -14,11 +14,11 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def connected(name, kind="dlcl", memory="keep"):
+def connected(name, kind="dlcl", recompute="none"):
     """A connected model, its case, its output and its gradients."""
     case = CASES[name]
     model = perturbed(case.make())
-    case.connect(model, kind, memory=memory)
+    case.connect(model, kind, recompute=recompute)
     out = case.run(model)
     return model, case, out.detach(), gradients(model, out)
 
@@ -31,20 +31,20 @@ def assert_same_as_eager(run, model, case, out, wanted):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "backend", "memory"),
+    ("name", "kind", "backend", "recompute"),
     [
-        ("torch post-norm", "dlcl", "eager", "keep"),
-        ("torch pre-norm", "attnres", "eager", "keep"),
-        ("sequential", "denseformer", "aot_eager", "states"),
-        ("sequential", "dlcl", "aot_eager", "history"),
-        ("bert", "dlcl", "aot_eager", "keep"),
-        ("modernbert", "denseformer", "eager", "keep"),
-        ("llama", "dlcl", "eager", "keep"),
+        ("torch post-norm", "dlcl", "eager", "none"),
+        ("torch pre-norm", "attnres", "eager", "none"),
+        ("sequential", "denseformer", "aot_eager", "layer"),
+        ("sequential", "dlcl", "aot_eager", "layer+input"),
+        ("bert", "dlcl", "aot_eager", "none"),
+        ("modernbert", "denseformer", "eager", "none"),
+        ("llama", "dlcl", "eager", "none"),
     ],
 )
-def test_the_whole_model(name, kind, backend, memory):
+def test_the_whole_model(name, kind, backend, recompute):
     """One graph."""
-    model, *eager = connected(name, kind, memory)
+    model, *eager = connected(name, kind, recompute)
     assert_same_as_eager(torch.compile(model, backend=backend, fullgraph=True), model, *eager)
 
 
@@ -57,14 +57,14 @@ def test_the_compile_method(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"),
-    [("torch pre-norm", "states"), ("sequential", "keep"), ("sequential", "history"),
-     ("bert", "keep")],
+    ("name", "recompute"),
+    [("torch pre-norm", "layer"), ("sequential", "none"), ("sequential", "layer+input"),
+     ("bert", "none")],
 )  # fmt: skip
-def test_each_layer(name, memory):
-    model, case, *eager = connected(name, memory=memory)
+def test_each_layer(name, recompute):
+    model, case, *eager = connected(name, recompute=recompute)
     for layer in case.layers(model):
-        layer.compile(backend="eager" if memory == "keep" else "aot_eager")
+        layer.compile(backend="eager" if recompute == "none" else "aot_eager")
     assert_same_as_eager(model, model, case, *eager)
 
 

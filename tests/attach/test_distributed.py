@@ -13,9 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 import deepfast
 from tests.attach.models import CASES, assert_same, batch, perturbed
 
-MODELS = ["torch pre-norm/keep", "torch pre-norm/history", "sequential/keep", "sequential/history"]
+MODELS = [
+    "torch pre-norm/none",
+    "torch pre-norm/layer+input",
+    "sequential/none",
+    "sequential/layer+input",
+]
 if importlib.util.find_spec("transformers") is not None:
-    MODELS += ["bert/keep", "bert/history", "bart/keep", "bert/patch", "llama/patch"]
+    MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch"]
 FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
 
 
@@ -30,12 +35,12 @@ def fsdp(model, case):
 
 
 def step(form, name, what):
-    """what: the memory policy of a connected model, or "patch"."""
+    """what: the recompute policy of a connected model, or "patch"."""
     case = CASES[name]
     torch.manual_seed(0)
     plain, inputs = perturbed(case.make()), batch(padded=True)
     if what != "patch":
-        case.connect(plain, memory=what)
+        case.connect(plain, recompute=what)
     wrapped = copy.deepcopy(plain)
     if what == "patch":
         deepfast.patch(wrapped)

@@ -24,12 +24,12 @@ from tests.attach.models import (
     perturbed,
 )
 
-POLICIES = ["keep", "states", "history"]
+POLICIES = ["none", "layer", "layer+input"]
 
 
-@pytest.mark.parametrize("memory", POLICIES)
-def test_on_the_meta_device(memory):
-    model = connected_loop(memory=memory).to("meta")
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_on_the_meta_device(recompute):
+    model = connected_loop(recompute=recompute).to("meta")
     x = X.to("meta").requires_grad_()
     model(x).sum().backward()
     assert x.grad.is_meta
@@ -85,9 +85,9 @@ def test_two_passes_before_a_backward():
     torch.testing.assert_close(both, {name: first[name] + second[name] for name in first})
 
 
-@pytest.mark.parametrize("memory", POLICIES)
-def test_gradients_of_two_losses_from_one_pass(memory):
-    model = connected_loop(memory=memory, inplace=False)
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_gradients_of_two_losses_from_one_pass(recompute):
+    model = connected_loop(recompute=recompute, inplace=False)
     parameters = list(model.parameters())
 
     def losses():
@@ -102,9 +102,9 @@ def test_gradients_of_two_losses_from_one_pass(memory):
         torch.testing.assert_close((grads[0], p.grad), (grads[1], grads[2]))
 
 
-@pytest.mark.parametrize("memory", POLICIES)
-def test_a_second_backward_names_the_option(memory):
-    loss = connected_loop(memory=memory)(X).sum()
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_a_second_backward_names_the_option(recompute):
+    loss = connected_loop(recompute=recompute)(X).sum()
     loss.backward(retain_graph=True)
     words = r"a second backward through one forward pass.*deepfast\.connect\(\.\.\., inplace=False"
     with pytest.raises(RuntimeError, match=words):

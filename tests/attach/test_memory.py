@@ -1,4 +1,4 @@
-"""Memory policies of connected layers: the gradients of "keep", and the bytes that are kept."""
+"""Memory policies of connected layers: the gradients of "none", and the bytes that are kept."""
 
 import copy
 import functools
@@ -28,23 +28,23 @@ from tests.attach.models import (
     perturbed,
 )
 
-AGAIN = ["states", "history"]
+AGAIN = ["layer", "layer+input"]
 
 
 @pytest.fixture
 def same_blocks(monkeypatch):
     """Every policy sums in the same order."""
-    monkeypatch.setattr(passes, "block", lambda memory, rows: 2)
+    monkeypatch.setattr(passes, "block", lambda recompute, rows: 2)
 
 
-def made(name, memory, kind="dlcl"):
+def made(name, recompute, kind="dlcl"):
     case = CASES[name]
     torch.manual_seed(0)
     model = perturbed(case.make())
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    for connection in case.connect(model, kind, memory=memory).values():
+    for connection in case.connect(model, kind, recompute=recompute).values():
         perturbed(connection)
     return model
 
@@ -59,15 +59,15 @@ def results(name, model):
     return all_of(model, CASES[name].run(model))
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("kind", ["dlcl", "denseformer", "attnres", "block_attnres"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradients_of_keep(name, kind, memory, same_blocks):
+def test_the_gradients_of_keep(name, kind, recompute, same_blocks):
     """To the bit."""
     if "attnres" in kind and CASES[name].norm == "post":
         pytest.skip("attention residuals are for pre-norm models")
-    wanted = results(name, made(name, "keep", kind))
-    assert_equal(results(name, made(name, memory, kind)), wanted)
+    wanted = results(name, made(name, "none", kind))
+    assert_equal(results(name, made(name, recompute, kind)), wanted)
 
 
 def test_blocks_change_only_the_rounding():
@@ -75,7 +75,7 @@ def test_blocks_change_only_the_rounding():
     keep = perturbed(nn.Sequential(*(Block() for _ in range(40))))
     again = copy.deepcopy(keep)
     deepfast.connect(keep, norm="pre")
-    deepfast.connect(again, norm="pre", memory="history")
+    deepfast.connect(again, norm="pre", recompute="layer+input")
     wanted, got = gradients(keep, keep(X)), gradients(again, again(X))
     for name in wanted:
         scale = wanted[name].abs().max()
@@ -99,8 +99,8 @@ RUNS = {
 """How a loop calls its layers."""
 
 
-def stack(memory, how="plain"):
-    return connected_loop(RUNS[how], Dropped, memory=memory)
+def stack(recompute, how="plain"):
+    return connected_loop(RUNS[how], Dropped, recompute=recompute)
 
 
 def run(model, x=X):
@@ -109,19 +109,19 @@ def run(model, x=X):
 
 
 @pytest.mark.filterwarnings("ignore:deepfast.connect. the loop")
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("how", RUNS)
-def test_dropout_and_loops(how, memory, same_blocks):
+def test_dropout_and_loops(how, recompute, same_blocks):
     """Backward drops the same elements. A loop may change what it passes on."""
-    keep, again = stack("keep", how), stack(memory, how)
+    keep, again = stack("none", how), stack(recompute, how)
     assert_equal(all_of(again, run(again)), all_of(keep, run(keep)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("memory", ["keep", *AGAIN])
-def test_checkpointing_beside_it(memory, reentrant, same_blocks):
+@pytest.mark.parametrize("recompute", ["none", *AGAIN])
+def test_checkpointing_beside_it(recompute, reentrant, same_blocks):
     """Inside of the layers and around the parent: of no use with a policy, but right."""
-    keep, again = stack("keep"), stack(memory)
+    keep, again = stack("none"), stack(recompute)
     x = X.clone().requires_grad_()
     wanted = all_of(keep, run(keep, x))
     whole = functools.partial(run, again)
@@ -131,19 +131,19 @@ def test_checkpointing_beside_it(memory, reentrant, same_blocks):
     assert_equal(all_of(again, run(again, x)), wanted)
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "bart"])
-def test_checkpointing_of_transformers_beside_it(name, memory, same_blocks):
-    keep, again = (made(name, m).train() for m in ("keep", memory))
+def test_checkpointing_of_transformers_beside_it(name, recompute, same_blocks):
+    keep, again = (made(name, m).train() for m in ("none", recompute))
     again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_equal(results(name, again), results(name, keep))
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("name", ["torch post-norm", "bert", "llama", "t5"])
-def test_a_pass_is_freed(name, memory):
+def test_a_pass_is_freed(name, recompute):
     """With its backward and without."""
-    model = made(name, memory)
+    model = made(name, recompute)
     results(name, model)
     with LiveBytes() as live:
         for backward in (False, True):
@@ -154,16 +154,16 @@ def test_a_pass_is_freed(name, memory):
             assert live.current == 0
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("name", ["torch pre-norm", "torch post-norm", "bert"])
-def test_autocast(name, memory, same_blocks):
+def test_autocast(name, recompute, same_blocks):
     def step(model):
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
             out = CASES[name].run(model)
         return all_of(model, out)
 
-    assert_equal(step(made(name, memory)), step(made(name, "keep")))
+    assert_equal(step(made(name, recompute)), step(made(name, "none")))
 
 
 def frozen(*names):
@@ -186,17 +186,17 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("step", STEPS)
-def test_steps_of_a_loop(step, memory, same_blocks):
-    assert_equal(STEPS[step](stack(memory)), STEPS[step](stack("keep")))
+def test_steps_of_a_loop(step, recompute, same_blocks):
+    assert_equal(STEPS[step](stack(recompute)), STEPS[step](stack("none")))
 
 
 def test_nothing_learns():
-    model = stack("history").requires_grad_(False)
-    assert torch.equal(run(model), run(stack("keep")))
+    model = stack("layer+input").requires_grad_(False)
+    assert torch.equal(run(model), run(stack("none")))
     with torch.inference_mode():
-        run(stack("history"))
+        run(stack("layer+input"))
 
 
 class InPlace(Block):
@@ -242,34 +242,34 @@ def tells(context, value):
     return Loop(run, layer=Told)
 
 
-@pytest.mark.parametrize("memory", AGAIN)
+@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("value", [float, torch.tensor])
 @pytest.mark.parametrize("context", [dict, Context])
-def test_what_a_loop_changes_in_an_argument(context, value, memory, same_blocks):
+def test_what_a_loop_changes_in_an_argument(context, value, recompute, same_blocks):
     model = tells(context, value)
     again = copy.deepcopy(model)
-    for each, policy in ((model, "keep"), (again, memory)):
-        deepfast.connect(each, "blocks", norm="pre", memory=policy)
+    for each, policy in ((model, "none"), (again, recompute)):
+        deepfast.connect(each, "blocks", norm="pre", recompute=policy)
     assert_equal(all_of(again, run(again)), all_of(model, run(model)))
 
 
 def test_a_tensor_that_a_loop_changes_in_place_is_an_error():
     scale = torch.ones(())
     model = tells(lambda: Context(scale), scale.fill_)
-    deepfast.connect(model, "blocks", norm="pre", memory="states")
+    deepfast.connect(model, "blocks", norm="pre", recompute="layer")
     out = model(X)
     with pytest.raises(RuntimeError, match="scale of a layer or its arguments that backward needs"):
         out.sum().backward()
 
 
 def test_layers_that_cannot_run_again():
-    for memory in AGAIN:
+    for recompute in AGAIN:
         model = nn.Sequential(Block(), InPlace())
-        deepfast.connect(model, norm="pre", memory=memory)
+        deepfast.connect(model, norm="pre", recompute=recompute)
         with pytest.raises(RuntimeError, match=r"layer 1 of Sequential modifies its input in pl"):
             model(X)
         model = nn.Sequential(Counting(), Counting())
-        deepfast.connect(model, norm="pre", dim=D, memory=memory)
+        deepfast.connect(model, norm="pre", dim=D, recompute=recompute)
         out = model(X)
         with pytest.raises(RuntimeError, match=r"num_batches_tracked .* modified by an in"):
             out.sum().backward()
@@ -278,7 +278,7 @@ def test_layers_that_cannot_run_again():
 def test_a_cache_is_refused():
     case = CASES["llama"]
     model = case.make()
-    case.connect(model, memory="history")
+    case.connect(model, recompute="layer+input")
     with pytest.raises(RuntimeError, match=r"takes a cache \(\w+\).*use_cache=False"):
         case.run(model)
     with torch.no_grad():
@@ -292,16 +292,16 @@ def test_a_connected_class(name, tmp_path):
     plain = case.make()
     path, _, layers = case.parents[0].partition(":")
     cls = deepfast.connected(
-        type(plain), path, layers, norm=case.norm, memory="history", inplace=False
+        type(plain), path, layers, norm=case.norm, recompute="layer+input", inplace=False
     )
     model = cls(plain.config)
     for one in (model, copy.deepcopy(model)):
         settings = getattr(one.get_submodule(path), layers).attachment.settings
-        assert (settings.memory, settings.inplace) == ("history", False)
+        assert (settings.recompute, settings.inplace) == ("layer+input", False)
     model.save_pretrained(tmp_path)
     again = deepfast.connected(type(plain)).from_pretrained(tmp_path)
     settings = getattr(again.get_submodule(path), layers).attachment.settings
-    assert (settings.memory, settings.inplace) == ("keep", True)
+    assert (settings.recompute, settings.inplace) == ("none", True)
     assert torch.equal(case.run(again.eval()), case.run(model.eval()))
 
 
@@ -311,21 +311,21 @@ if TRANSFORMERS and importlib.util.find_spec("transformers") is not None:
 
 
 def states(make, form):
-    """States a layer: docs/attach.md has the same table."""
+    """States a layer: docs/results.md has the same table."""
     return states_per_layer(make, form, layers=36, dim=64, batch=8, length=32)
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_bytes(make):
-    plain, history = states(make, "no connection, checkpointed"), states(make, "history")
+    plain, history = states(make, "no connection, checkpointed"), states(make, "layer+input")
     assert history <= plain + 0.25
-    assert states(make, "states") >= plain + 1
+    assert states(make, "layer") >= plain + 1
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", MAKES)
 def test_bytes_beside_checkpointing(make):
-    history = states(make, "history")
+    history = states(make, "layer+input")
     assert states(make, "keep, checkpointed") >= history + 0.9
     assert states(make, "literal loop, checkpointed") >= history + 2.5
     # Checkpointing of the layers changes nothing.

@@ -41,7 +41,7 @@ class Literal(nn.Module):
             return full(self.states, c.query, row)
         return dlcl(
             self.states, row, c.weight, norm=c.norm, norm_weight=c.norm_weight,
-            norm_bias=c.norm_bias, eps=c.eps, rms=c.norm_kind == "rms",
+            norm_bias=c.norm_bias, eps=c.eps, rms=c.norm_type == "rms",
         )  # fmt: skip
 
     def forward(self, x, *args, **kwargs):
@@ -82,7 +82,7 @@ def results(case, model, named):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("dlcl", {}), ("dlcl", {"norm_kind": "rms"}), ("denseformer", {}), ("attnres", {})],
+    [("dlcl", {}), ("dlcl", {"norm_type": "rms"}), ("denseformer", {}), ("attnres", {})],
 )
 def test_same_as_a_literal_loop(case, kind, options):
     if kind == "attnres" and case.norm == "post":
@@ -113,7 +113,7 @@ def test_attention_residuals_with_relu_begin_as_the_plain_model(case, kind, dtyp
     model = perturbed(case.make())
     exact = case.run(copy.deepcopy(model).double())
     plain = case.run(model.to(dtype))
-    case.connect(model, kind, weights="relu")
+    case.connect(model, kind, score_function="relu")
     error, own = ((out - exact).norm() for out in (case.run(model), plain))
     assert error <= 2 * own
 

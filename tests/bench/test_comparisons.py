@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from bench import attention, encoder, gradients, overhead
+from bench import attention, claims, depth, encoder, gradients, overhead, record
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +84,67 @@ def test_gradients_at_initialisation(tmp_path):
     assert len(first["latent"]) == 3
     assert min(first["latent"]) > 0
     norms = {name: [2.0 / (k + 1) for k in range(10)] for name in gradients.STACKS}
-    page = gradients.table(norms)
-    for line in ("| 5 | 0.4 | 0.4 | 0.4 | 0.4 |", "| lowest over highest | 10 | 10 | 10 | 10 |",
-                 "| the same, per layer | 1.292 |"):  # fmt: skip
-        assert line in page
-    assert "| 25 |" not in page
     gradients.draw(norms, tmp_path / "a.svg")
     assert all(name in (tmp_path / "a.svg").read_text() for name in gradients.STACKS)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """The file of results, empty and in a folder of its own."""
+    path = tmp_path / "results.csv"
+    record.write({}, path)
+    for name in ("read", "write"):
+        monkeypatch.setattr(getattr(record, name), "__defaults__", (path,))
+    monkeypatch.setattr(depth, "FILE", path)
+    return path
+
+
+def test_a_step_over_depth(results, monkeypatch):
+    for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 3}.items():
+        monkeypatch.setattr(claims, name, value)
+    monkeypatch.setattr(depth, "DEPTHS", (1, 2))
+    monkeypatch.setattr(depth, "SENTENCES", 2)
+    assert depth.main(["--rounds", "1"]) == 0
+    rows = record.read()
+    assert len(rows) == 6 * 2 * 3
+    assert all(row.value > 0 for row in rows.values())
+    pictures = sorted(path.name for path in results.parent.glob("*.svg"))
+    assert pictures == [
+        "depth_gib.svg", "depth_gib_dark.svg", "depth_seconds.svg", "depth_seconds_dark.svg",
+        "schedule.svg",
+    ]  # fmt: skip
+    for name in pictures[:4]:
+        text = (results.parent / name).read_text()
+        assert all(shown in text for shown, *_ in depth.FORMS.values())
+
+
+@pytest.mark.parametrize("form", ["dlcl_per_row", "dlcl_stack", "attnres_per_row"])
+def test_the_forms_compute_the_same(form, monkeypatch):
+    """In a step of the benchmark every form of a connection has the loss of deepfast."""
+    losses = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda x, *given: losses.append(x.item()) or backward(x, *given)
+    )
+    for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 3}.items():
+        monkeypatch.setattr(claims, name, value)
+    _, connection, computed = depth.FORMS[form]
+    for given in (None, computed):
+        claims.step(3, connection, given, sentences=2, dropout=0.0)()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", claims.GROUPS)
+def test_claims(results, monkeypatch, group):
+    """Every number that a group measures is one of the file."""
+    known = {key for key, _ in record.read(record.FILE)}
+    for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 2, "TOKENS": 4}.items():
+        monkeypatch.setattr(claims, name, value)
+    monkeypatch.setattr(claims, "SENTENCES", 2)
+    monkeypatch.setattr(claims, "keep_memory", lambda: None)
+    assert claims.main([group, "--rounds", "1", "--threads", "1"]) == 0
+    rows = record.read()
+    assert {key for key, _ in rows} <= known
+    assert len(rows) >= 4
+    assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())

@@ -209,13 +209,9 @@ def test_a_file_in_place_of_the_link(tmp_path):
 
 
 def test_compiles_for_the_named_architecture(monkeypatch):
-    class Build:
-        CUDA_ARCHITECTURES = ("80", "90")
-
-        @staticmethod
-        def compile_ops(target):
-            assert target == machine.OPS
-
-    monkeypatch.setattr(machine, "module", lambda path: Build)
+    targets = []
+    monkeypatch.setattr(machine.build, "CUDA_ARCHITECTURES", ("80", "90"))
+    monkeypatch.setattr(machine.build, "compile_ops", targets.append)
     machine.compile_ops(["89"])
-    assert Build.CUDA_ARCHITECTURES == ("89",)
+    assert machine.build.CUDA_ARCHITECTURES == ("89",)
+    assert targets == [machine.library.in_package()]

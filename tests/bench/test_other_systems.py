@@ -50,7 +50,7 @@ def test_both_systems_get_the_same_pieces(folder):
 
 
 def test_the_recipes_are_of_one_model(folder):
-    args = argparse.Namespace(layers=2, dim=16, ffn=32, heads=4, tokens=512, steps=4, window=2)
+    args = argparse.Namespace(layers=2, dim=16, ffn=32, num_heads=4, tokens=512, steps=4, window=2)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(joeynmt.deepfast_recipe(folder, args)))
     ours, theirs = load_recipe(str(path)).to_dict(), joeynmt.joeynmt_config(folder, args)

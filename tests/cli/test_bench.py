@@ -10,7 +10,8 @@ import torch
 from deepfast import ops
 from deepfast.cases.case import differentiate, torch_dropout
 from deepfast.cli import main
-from deepfast.measure.bench_ops import CASES, Sizes
+from deepfast.measure import bench_ops
+from deepfast.measure.bench_ops import CASES, PASSES, Sizes
 
 TOY = ["--tokens", "6", "--dim", "8", "--rounds", "1", "--device", "cpu"]
 
@@ -32,23 +33,88 @@ def test_both_forms_compute_the_same(op):
         torch.testing.assert_close(ours[name], plain[name], check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
+MATRIX_PRODUCTS = {
+    "norm_linear",
+    "add_norm_linear",
+    "feed_forward",
+    "linear_cross_entropy",
+    "peephole_lstm",
+}
+"""Ops whose time they take, so that no copy says how fast they could be."""
+BOTH_WAYS = {"DLCL", "AttentionResiduals"}
+"""Whose traffic is known of forward and backward together."""
+
+
 def test_the_table_has_every_op(capsys):
-    pytest.importorskip("rich")
-    assert main(["bench", *TOY]) == 0
+    assert main(["bench", "--quick", *TOY]) == 0
     text = capsys.readouterr().out
-    assert "6 tokens, 8 channels, float32, " in text
+    assert text.startswith("6 tokens, 8 channels, float32, ")
+    tables, forms = text.split("What torch runs")
     for op in CASES:
-        (line,) = re.findall(rf"^ +{op} .*", text, re.M)
-        assert len(re.findall(r"\d\.\d\d", line)) == 6
-        assert f"\n  {op}: " in text
+        lines = re.findall(rf"^ +{op} +(\S+) +(\S+) +(\S+) +(\S+)(?: +(\d+)%)? *$", tables, re.M)
+        assert len(lines) == len(PASSES)
+        for number, (ours, backend, plain, ratio, copy) in enumerate(lines):
+            assert backend in {"cpu", "sdpa", "cpu+sdpa", "reference"}
+            assert min(map(float, (ours, plain, ratio))) > 0
+            without = op in MATRIX_PRODUCTS or (op in BOTH_WAYS and number == 0)
+            assert bool(copy) != without
+        assert f"\n  {op}: " in forms
+
+
+@pytest.mark.parametrize(("words", "sizes"), [
+    ([], (1024, 512, 5)), (["--quick"], (256, 512, 3)), (["--quick", "--tokens", "7"], (7, 512, 3)),
+    (["--quick", "--rounds", "9", "--dim", "2"], (256, 2, 9)), (["--rounds", "1"], (1024, 512, 1)),
+])  # fmt: skip
+def test_sizes_and_rounds(monkeypatch, words, sizes):
+    asked = []
+    monkeypatch.setattr(
+        bench_ops, "measure", lambda op, s, n: asked.append((s.tokens, s.dim, n)) or ()
+    )
+    assert main(["bench", "rms_norm", *words]) == 0
+    assert asked == [sizes]
+
+
+@pytest.mark.parametrize("json_", [False, True])
+def test_ctrl_c_leaves_what_was_measured(monkeypatch, capsys, json_):
+    """The third measurement is the second op's forward; the first op has both passes."""
+    measured = iter([bench_ops.interleave] * 2)
+
+    def interleave(*args, **options):
+        for found in measured:
+            return found(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_ops, "interleave", interleave)
+    words = ["norm_linear", "feed_forward", *TOY, *(["--json"] if json_ else [])]
+    assert main(["bench", *words]) == 130
+    said = capsys.readouterr()
+    assert said.err == "deepfast bench: interrupted\n"
+    if json_:
+        assert [row["op"] for row in json.loads(said.out)["rows"]] == ["norm_linear"] * 2
+    else:
+        assert said.out.count("norm_linear") == 3
+        assert "feed_forward" not in said.out
+
+
+def test_it_needs_torch_and_rich_alone(python):
+    missing = ("numpy", "matplotlib", "jinja2", "yaml", "sentencepiece", "safetensors", "tqdm")
+    words = ["bench", "add_layer_norm", *TOY]
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing})); "
+    program += f"from deepfast.cli import main; sys.exit(main({words}))"
+    assert "add_layer_norm: dropout, add, layer_norm" in python("-c", program).stdout
 
 
 def test_json_of_one_op(capsys):
-    assert main(["bench", "layer_norm", "--json", "--dtype", "bfloat16", *TOY]) == 0
+    assert main(["bench", "add_layer_norm", "--json", "--dtype", "bfloat16", *TOY]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["op"], row["pass"]) for row in rows] == [
-        ("layer_norm", "forward"), ("layer_norm", "forward and backward"),
+        ("add_layer_norm", "forward"), ("add_layer_norm", "forward and backward"),
     ]  # fmt: skip
     for row in rows:
         assert row["backend"] == "cpu"
-        assert row["ratio"] == pytest.approx(row["seconds"]["torch"] / row["seconds"]["deepfast"])
+        seconds = row["seconds"]
+        assert row["ratio"] == pytest.approx(seconds["torch"] / seconds["deepfast"])
+        assert row["fraction_of_copy"] == pytest.approx(seconds["copy"] / seconds["deepfast"])
+    # bfloat16, 6 tokens, 8 channels: forward reads and writes 2 states and 2 fp32 statistics per
+    # token, backward 5 states and the statistics.
+    assert [row["moved_bytes"] for row in rows] == [4 * 48 * 2 + 48, 9 * 48 * 2 + 96]

@@ -1,4 +1,4 @@
-"""`deepfast compare-growth` with real runs."""
+"""`deepfast mt compare-growth` with real runs."""
 
 import json
 
@@ -14,7 +14,7 @@ from deepfast.mt.training.corpus import held_out, load_corpus
 
 TINY = (
     "data.train_size=100", "data.dev_size=2", "data.test_size=2", "data.max_tokens=200",
-    "data.vocab_size=120", "model.dim=8", "model.heads=2", "model.ffn_dim=8",
+    "data.vocab_size=120", "model.dim=8", "model.num_heads=2", "model.ffn_dim=8",
     "model.encoder_layers=2", "model.decoder_layers=1", "grow.model.top_encoder_layers=2",
     "grow.model.top_decoder_layers=1", "train.max_steps=4", "grow.train.max_steps=3",
     "train.validate_every=2", "train.save_every=2", "train.log_every=2", "train.threads=1",
@@ -52,7 +52,7 @@ def literal(folder):
 
 
 def test_the_four_rows(in_process, tmp_path, capsys):
-    command = ["compare-growth", "phrases-growing", *TINY, "--output", str(tmp_path)]
+    command = ["mt", "compare-growth", "phrases-growing", *TINY, "--output", str(tmp_path)]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert said.endswith(f"{tmp_path / 'growth.md'}\n")
@@ -100,6 +100,6 @@ def test_processes_are_limited_as_in_a_sweep(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("deepfast.mt.sweep.runs.compare", stop)
-    words = ["--jobs", "2", "--threads", "3", "--memory", "8GiB", "--output", str(tmp_path)]
-    assert main(["compare-growth", "phrases-growing", *words]) == 130
+    words = ["--jobs", "2", "--threads", "3", "--memory-limit", "8GiB", "--output", str(tmp_path)]
+    assert main(["mt", "compare-growth", "phrases-growing", *words]) == 130
     assert given == {"jobs": 2, "threads": 3, "memory": 8 * 2**30}

@@ -1,4 +1,4 @@
-"""`deepfast export`: a folder or a file becomes one file, or safetensors."""
+"""`deepfast mt export`: a folder or a file becomes one file, or safetensors."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from deepfast.mt.training.checkpoint import save_checkpoint
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.saving import save_folder
 
-CONFIG = TransformerConfig(vocab_size=9, dim=8, heads=2, ffn_dim=16, encoder_layers=2,
+CONFIG = TransformerConfig(vocab_size=9, dim=8, num_heads=2, ffn_dim=16, encoder_layers=2,
                            decoder_layers=1, encoder_connection="latent")  # fmt: skip
 ONES = torch.ones(8).numpy().tobytes()
 """The weights of a new layer norm."""
@@ -51,8 +51,8 @@ def checkpoint(request, tmp_path):
 def test_a_single_file_translates(checkpoint, tmp_path, capsys):
     path, weights = checkpoint
     out = tmp_path / "model.pt"
-    assert main(["export", str(path), "--output", str(out)]) == 0
-    assert f"deepfast translate {out}" in capsys.readouterr().out
+    assert main(["mt", "export", str(path), "--output", str(out)]) == 0
+    assert f"deepfast mt translate {out}" in capsys.readouterr().out
     for one in (out, path):
         model, _ = load_model(one)
         assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
@@ -62,7 +62,7 @@ def test_a_single_file_translates(checkpoint, tmp_path, capsys):
 def test_safetensors(checkpoint, tmp_path):
     path, weights = checkpoint
     out = tmp_path / "model.safetensors"
-    assert main(["export", str(path), "--output", str(out)]) == 0
+    assert main(["mt", "export", str(path), "--output", str(out)]) == 0
     with safe_open(out, "pt") as file:
         assert file.metadata()["step"] == "3"
         assert json.loads(file.metadata()["config"])["dim"] == 8
@@ -109,7 +109,7 @@ def without_options(path):
 def test_a_damaged_folder_is_one_sentence(checkpoint, tmp_path, capsys, break_it, message):
     path, _ = checkpoint
     break_it(path)
-    assert main(["export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
+    assert main(["mt", "export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
@@ -127,7 +127,7 @@ class Evil:
 def test_metadata_without_a_check_sum_cannot_run_code(checkpoint, tmp_path, capsys, data):
     path, _ = checkpoint
     (path / ".metadata").write_bytes(data)
-    assert main(["export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
+    assert main(["mt", "export", str(path), "--output", str(tmp_path / "model.pt")]) == 1
     captured = capsys.readouterr()
     assert "ran" not in captured.out
     assert "cut short or damaged" in captured.err
@@ -137,10 +137,10 @@ def test_pipes_are_neither_read_nor_replaced(checkpoint, tmp_path, capsys):
     path, _ = checkpoint
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    assert main(["export", str(path), "--output", str(pipe)]) == 1
+    assert main(["mt", "export", str(path), "--output", str(pipe)]) == 1
     assert "pipe: expected a file, got a pipe or a device" in capsys.readouterr().err
     assert pipe.is_fifo()
-    assert main(["export", str(pipe), "--output", str(tmp_path / "model.pt")]) == 1
+    assert main(["mt", "export", str(pipe), "--output", str(tmp_path / "model.pt")]) == 1
     assert "pipe: expected a deepfast checkpoint, got no regular file" in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_a_link_stays_a_link(checkpoint, tmp_path):
     path, _ = checkpoint
     link = tmp_path / "link.pt"
     link.symlink_to("model.pt")
-    assert main(["export", str(path), "--output", str(link)]) == 0
+    assert main(["mt", "export", str(path), "--output", str(link)]) == 0
     assert link.is_symlink()
     load_model(tmp_path / "model.pt")
 
@@ -161,11 +161,11 @@ def test_a_checkpoint_to_resume_from_stays(checkpoint, tmp_path, capsys, command
     link.symlink_to(own)
     before = own.read_bytes()
     for same in (own, link):
-        assert main([command, str(path), "--output", str(same)]) == 1
+        assert main(["mt", command, str(path), "--output", str(same)]) == 1
         wanted = f"--output: expected another file than {path}, which a run can resume from"
         assert wanted in capsys.readouterr().err
     assert own.read_bytes() == before
     # A file without the state of the optimizer loses nothing.
     out = tmp_path / "model.pt"
-    assert main(["export", str(path), "--output", str(out)]) == 0
-    assert main([command, str(out), "--output", str(out)]) == 0
+    assert main(["mt", "export", str(path), "--output", str(out)]) == 0
+    assert main(["mt", command, str(out), "--output", str(out)]) == 0

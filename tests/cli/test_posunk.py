@@ -1,4 +1,4 @@
-"""`deepfast posunk`, then a model of whole words that is trained on its text and translates."""
+"""`deepfast mt posunk`, then a model of whole words that is trained on its text and translates."""
 
 import random
 
@@ -32,7 +32,7 @@ def texts(tmp_path_factory):
 def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     files = [str(texts / name) for name in ("train.en", "train.de", "dev.en", "dev.de")]
     marked = tmp_path / "marked"
-    assert main(["posunk", *files, "--words", "8", "--output", str(marked)]) == 0
+    assert main(["mt", "posunk", *files, "--words", "8", "--output", str(marked)]) == 0
     assert f"{marked / 'train.de'}: " in capsys.readouterr().out
     assert read_translations(marked / "dictionary") == WORDS | RARE
     for part in ("train", "dev"):
@@ -49,7 +49,7 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
 
     output = tmp_path / "run"
     assert main([
-        "train", "fflstm", f"data.train_source={files[0]}", f"data.dev_source={files[2]}",
+        "mt", "train", "fflstm", f"data.train_source={files[0]}", f"data.dev_source={files[2]}",
         f"data.train_target={marked / 'train.de'}", f"data.dev_target={marked / 'dev.de'}",
         "data.whole_words=true", "data.vocab_size=60", "data.target_vocab_size=28",
         "data.max_tokens=200", "model.dim=8", "model.embedding_dim=8", "model.encoder_layers=1",
@@ -66,7 +66,7 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     source = tmp_path / "source"
     source.write_text(" ".join(words) + "\n")
     assert main([
-        "translate", str(output / "best.pt"), "--input", str(source), "--device", "cpu",
+        "mt", "translate", str(output / "best.pt"), "--input", str(source), "--device", "cpu",
         "--dictionary", str(marked / "dictionary"), "--beam", "2", "--max-length", "6",
     ]) == 0  # fmt: skip
     assert "<unk:" not in capsys.readouterr().out
@@ -77,8 +77,8 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
     reference.write_text("rot eins\nzwei Baum\n<unk:-1> zwei\nzwei Name3\n")
     assert vocabulary.unk_id not in vocabulary.target.encode("<unk:-1> zwei")
     assert main([
-        "score", "--checkpoint", str(output / "best.pt"), "--source", str(source), "--reference",
-        str(reference), "--device", "cpu", "--dictionary", str(marked / "dictionary"),
-        "--beam", "1", "--max-length", "6",
+        "mt", "score", "--checkpoint", str(output / "best.pt"), "--source", str(source),
+        "--reference", str(reference), "--device", "cpu", "--beam", "1", "--max-length", "6",
+        "--dictionary", str(marked / "dictionary"),
     ]) == 0  # fmt: skip
     assert capsys.readouterr().out.endswith(" 2 sentences, no unknown word in the reference\n")

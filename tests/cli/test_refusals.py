@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
-from deepfast.cli import main
+from deepfast.cli import COMMANDS, main
 from deepfast.mt.training.run_folder import only_run
 
-PLAN = ["plan", "--budget", "24GiB", "--width", "512", "--tokens", "8192"]
+PLAN = ["plan", "--budget", "24GiB", "--dim", "512", "--tokens", "8192"]
 SWEEP = ["sweep", "phrases-small", "--over", "model.dim=8", "--output", "new"]
 GROWTH = ["compare-growth", "phrases-growing", "--output", "new"]
 CONVERT = ["convert", "model.pt", "--source-dictionary", "words", "--target-dictionary", "words"]
@@ -18,7 +18,7 @@ POSUNK = ["--words", "1", "--output"]
 GROWING = "expected a recipe of one language with a section grow and without grow.from"
 READ = "--output: expected another file than {0}, which is read, got {0}"
 
-REFUSED = [
+REFUSED = [  # the commands of `deepfast mt` without mt
     # Arguments.
     (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output", ""], "got an empty one in"),
     (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output="], "got an empty one in"),
@@ -26,10 +26,10 @@ REFUSED = [
     ([*SWEEP, "--seeds", str(10**12)], "seeds must be at most 65536"),
     ([*SWEEP, "--jobs", "0"], "jobs must be a whole number of at least 1"),
     ([*SWEEP, "--threads", "0"], "threads must be a whole number from 1 to"),
-    ([*SWEEP, "--memory", "much"], "--memory: expected bytes such as"),
+    ([*SWEEP, "--memory-limit", "much"], "--memory-limit: expected bytes such as"),
     (["sweep", "phrases-small", "--over", "model.norm=pre", "--output", "swept"],
      "expected a sweep over model.norm, got one over model.dim"),
-    *(([*SWEEP[:-1], name], f"{name}/sweep.json: expected what deepfast sweep writes, got other")
+    *(([*SWEEP[:-1], name], f"{name}/sweep.json: expected what deepfast mt sweep writes, got other")
       for name in ("empty-sweep", "null-sweep")),
     ([*GROWTH, "--seeds", "0"], "seeds must be a whole number of at least 1"),
     (["compare-growth", "phrases-small"], GROWING),
@@ -42,10 +42,10 @@ REFUSED = [
     (["bench", "--device", "tpu"], "--device: expected cpu or cuda, got 'tpu'"),
     (["info", "--device", "tpu"], "--device: expected cpu or cuda, got 'tpu'"),
     (["info", "--dtype", "int8"], "--dtype: expected one of float32, "),
-    (["plan", "--width", "512"], "deepfast plan: budget, layers, width, tokens: expected at least"),
-    ([*PLAN, "--policies", "less"], "policies: expected one of keep, "),
+    (["plan", "--dim", "512"], "deepfast plan: budget, num_layers, dim, tokens: expected at least"),
+    ([*PLAN, "--recompute", "less"], "recompute: expected one of none, "),
     ([*PLAN, "--norm", "rms"], "norm: expected one of pre, post, got 'rms'"),
-    (["train"], "see deepfast train --list"),
+    (["train"], "see deepfast mt train --list"),
     # Text.
     (["posunk", "text", *POSUNK, "new"], "expected pairs of SOURCE and TARGET whose targets have"),
     (["posunk", "text", "words", "text", "words", *POSUNK, "new"], "expected pairs of SOURCE and"),
@@ -85,13 +85,15 @@ REFUSED = [
     (["show-weights", "m", "--output", "folder.svg"], "expected a file, got a folder"),
     (["plan", "--plot", "no/x.svg"], "no/x.svg: expected a folder that exists, got no"),
     ([*PLAN, "--plot", "memory.pdf"], "--plot: expected a file ending in .svg or "),
-    (["prove", "--device", "cpu", "--write", "page"], "page: expected a file, got a folder"),
+    (["selfcheck", "--device", "cpu", "--write", "page"], "page: expected a file, got a folder"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED)
 def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
-    for package in ("matplotlib", "jinja2", "rich", "yaml"):
+    words = words if words[0] in COMMANDS else ["mt", *words]
+    command = " ".join(words[: 1 + (words[0] == "mt")])
+    for package in ("matplotlib", "jinja2", "yaml"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     files = {"text": "a\n", "two": "a\nb\n", "empty": "\n", "model.pt": "a 1\n", "words": "a 1\n",
@@ -105,7 +107,7 @@ def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence)
     with only_run(tmp_path / "busy"):
         assert main(words) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"deepfast {words[0]}: ")
+    assert said.startswith(f"deepfast {command}: ")
     assert sentence in said
     assert "Errno" not in said
     assert said.count("\n") == 1
@@ -124,15 +126,15 @@ def test_an_error_of_the_system_has_its_reason_alone(monkeypatch, capsys, error,
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(importlib.import_module("deepfast.cli.score"), "read_lines", fail)
-    assert main(["score", "a", "b"]) == 1
-    assert capsys.readouterr().err == f"deepfast score: {sentence}\n"
+    monkeypatch.setattr(importlib.import_module("deepfast.cli.mt.score"), "read_lines", fail)
+    assert main(["mt", "score", "a", "b"]) == 1
+    assert capsys.readouterr().err == f"deepfast mt score: {sentence}\n"
 
 
 def test_memory_that_torch_does_not_get_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr("deepfast.cli.score.run", lambda _: torch.empty(2**40 * 2**15))
-    assert main(["score", "hyp", "ref"]) == 1
-    wanted = f"deepfast score: out of memory: tried to allocate {2**57} bytes\n"
+    monkeypatch.setattr("deepfast.cli.mt.score.run", lambda _: torch.empty(2**40 * 2**15))
+    assert main(["mt", "score", "hyp", "ref"]) == 1
+    wanted = f"deepfast mt score: out of memory: tried to allocate {2**57} bytes\n"
     assert capsys.readouterr().err == wanted
 
 
@@ -141,5 +143,5 @@ def test_ctrl_c_while_a_command_is_imported(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib, "import_module", interrupted)
-    assert main(["translate", "model.pt"]) == 130
-    assert capsys.readouterr().err == "deepfast translate: interrupted\n"
+    assert main(["mt", "translate", "model.pt"]) == 130
+    assert capsys.readouterr().err == "deepfast mt translate: interrupted\n"

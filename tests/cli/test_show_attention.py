@@ -1,4 +1,4 @@
-"""`deepfast show-attention`, as a user calls it."""
+"""`deepfast mt show-attention`, as a user calls it."""
 
 import re
 import warnings
@@ -23,7 +23,7 @@ def vocabulary():
 def make_checkpoint(save, vocabulary):
     def make(**changes):
         config = TransformerConfig(
-            vocab_size=len(vocabulary), dim=12, heads=2, ffn_dim=16, encoder_layers=3,
+            vocab_size=len(vocabulary), dim=12, num_heads=2, ffn_dim=16, encoder_layers=3,
             decoder_layers=2, **changes,
         )  # fmt: skip
         return save(Transformer(config), vocabulary.to_bytes())
@@ -40,7 +40,8 @@ FUSED = {
 def test_hops_by_layers_by_words(make_checkpoint, vocabulary, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "layers.svg"
-    assert main(["show-attention", make_checkpoint(**FUSED), TEXT, "--output", str(path)]) == 0
+    words = [make_checkpoint(**FUSED), TEXT, "--output", str(path)]
+    assert main(["mt", "show-attention", *words]) == 0
     assert capsys.readouterr().out == f"{path}\n"
     said = re.findall(r">([^<>]+)</text>", path.read_text("utf-8"))
     # Letters of the pieces, and the end of the sentence.
@@ -66,10 +67,10 @@ def test_characters_that_no_font_has(make_checkpoint, tmp_path, capsys, ending):
     arguments = [f"{NOWHERE} house {SYMBOL} $a_b$", "--output", str(path)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["show-attention", make_checkpoint(**FUSED), *arguments]) == 0
+        assert main(["mt", "show-attention", make_checkpoint(**FUSED), *arguments]) == 0
     how = "left to the viewer's fonts" if ending == "svg" else "shown as codes"
     said = capsys.readouterr().err
-    assert said == f"deepfast show-attention: no font here has {NOWHERE}: {how}\n"
+    assert said == f"deepfast mt show-attention: no font here has {NOWHERE}: {how}\n"
     if ending == "svg":
         drawn = path.read_text("utf-8")
         assert all(character in drawn for character in (NOWHERE, SYMBOL, ">$<"))
@@ -84,7 +85,7 @@ def test_a_language_and_the_decoder(make_checkpoint, tmp_path, arguments):
     pytest.importorskip("matplotlib")
     path = tmp_path / "layers.svg"
     words = [make_checkpoint(**FUSED), *arguments, "--output", str(path)]
-    assert main(["show-attention", *words]) == 0
+    assert main(["mt", "show-attention", *words]) == 0
     drawn = path.read_text("utf-8")
     assert ("&lt;de&gt;" in drawn) == ("decoder" not in arguments)
     assert ("decoder: weight of each layer" in drawn) == ("decoder" in arguments)
@@ -103,5 +104,5 @@ def test_a_language_and_the_decoder(make_checkpoint, tmp_path, arguments):
 )
 def test_refuses_with_a_sentence(make_checkpoint, capsys, changes, arguments, message):
     pytest.importorskip("matplotlib")
-    assert main(["show-attention", make_checkpoint(**changes), *arguments]) == 1
+    assert main(["mt", "show-attention", make_checkpoint(**changes), *arguments]) == 1
     assert message in capsys.readouterr().err

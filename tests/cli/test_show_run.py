@@ -1,4 +1,4 @@
-"""`deepfast show-run`: what it reads from the lines of metrics, the table and the picture."""
+"""`deepfast mt show-run`: what it reads from the lines of metrics, the table and the picture."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_curves_and_norms():
 
 def test_the_table_and_a_picture(folder, capsys):
     picture = folder / "run.svg"
-    assert main(["show-run", str(folder), "--output", str(picture)]) == 0
+    assert main(["mt", "show-run", str(folder), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "encoder layer          step 10       step 20" in said
     assert said.endswith(f"drawn: {picture}\n")
@@ -68,17 +68,17 @@ def test_the_table_and_a_picture(folder, capsys):
 def test_lines_that_no_run_has_written(folder, capsys, change, expected):
     rows = [*ROWS, ROWS[-1] | change]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["show-run", str(folder)]) == 1
-    assert f"deepfast show-run: metrics.jsonl: {expected}" in capsys.readouterr().err
+    assert main(["mt", "show-run", str(folder)]) == 1
+    assert f"deepfast mt show-run: metrics.jsonl: {expected}" in capsys.readouterr().err
 
 
 def test_lines_without_values_to_draw(folder, tmp_path, capsys):
     (folder / "metrics.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
-    assert main(["show-run", str(folder)]) == 1
+    assert main(["mt", "show-run", str(folder)]) == 1
     assert "expected a run with steps, got none yet" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text('{"event": "train", "step": 1}\n')
-    assert main(["show-run", str(folder), "--output", str(tmp_path / "run.svg")]) == 1
+    assert main(["mt", "show-run", str(folder), "--output", str(tmp_path / "run.svg")]) == 1
     assert "expected lines of metrics with values to draw, got none" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_bytes(bytes(range(256)))
-    assert main(["show-run", str(folder)]) == 1
+    assert main(["mt", "show-run", str(folder)]) == 1
     assert "expected lines of metrics, got other bytes" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`deepfast show-weights`: the applied W without small weights, and the choices of latent depth."""
+"""`deepfast mt show-weights`: W without small weights, and the choices of latent depth."""
 
 import re
 
@@ -16,7 +16,7 @@ from deepfast.mt.models import (
     TransformerConfig,
 )
 
-SIZES = {"vocab_size": 9, "dim": 8, "heads": 2, "ffn_dim": 8, "encoder_layers": 4,
+SIZES = {"vocab_size": 9, "dim": 8, "num_heads": 2, "ffn_dim": 8, "encoder_layers": 4,
          "decoder_layers": 2}  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_a_threshold(save, tmp_path, capsys, arguments, left):
         weight.copy_(1 / torch.arange(1, 6).unsqueeze(1).expand(5, 5))
         weight[2, :2] = torch.tensor([0.45, 0.5])
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", save(model), "--output", str(picture), *arguments]) == 0
+    assert main(["mt", "show-weights", save(model), "--output", str(picture), *arguments]) == 0
     said = " ".join(capsys.readouterr().out.split())
     if left is None:
         assert "all 15 weights are shown" in said
@@ -87,8 +87,8 @@ def test_a_threshold(save, tmp_path, capsys, arguments, left):
     ("dlcl", "title"),
     [
         ({"softmax": True}, "encoder"),
-        ({"weight": "vector"}, "encoder, mean over 8 channels"),
-        ({"weight": "group", "groups": 3}, "encoder, mean over 8 channels in 3 groups"),
+        ({"weight_type": "vector"}, "encoder, mean over 8 channels"),
+        ({"weight_type": "group", "groups": 3}, "encoder, mean over 8 channels in 3 groups"),
     ],
 )
 def test_the_weights_are_those_that_are_applied(dlcl, title):
@@ -104,7 +104,7 @@ def test_one_source(save, tmp_path, capsys):
     model = make(decoder_connection="dlcl")
     path = save(model)
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", path, "--source", "3", "--output", str(picture)]) == 0
+    assert main(["mt", "show-weights", path, "--source", "3", "--output", str(picture)]) == 0
     weight = model.encoder.connection.dlcl.effective_weight()
     said = capsys.readouterr().out
     assert "Weight of y3 in the encoder" in " ".join(said.split())
@@ -112,7 +112,7 @@ def test_one_source(save, tmp_path, capsys):
     rows = [line.split() for line in said.splitlines() if re.match(r" +(output|\d+) ", line)]
     assert rows == [["4", f"{weight[3, 3]:.3f}"], ["output", f"{weight[4, 3]:.3f}"]]
     assert "weight of y3" in picture.read_text()
-    assert main(["show-weights", path, "--source", "0"]) == 0
+    assert main(["mt", "show-weights", path, "--source", "0"]) == 0
     assert "Weight of y0 in the decoder" in " ".join(capsys.readouterr().out.split())
 
 
@@ -125,7 +125,7 @@ def test_bottom_and_top_of_a_grown_model(save, tmp_path, capsys):
     ]  # fmt: skip
     bottom = model.bottom.encoder.connection.dlcl.effective_weight().detach()
     torch.testing.assert_close(sides[0].matrix, bottom)
-    assert main(["show-weights", save(model), "--output", str(picture)]) == 0
+    assert main(["mt", "show-weights", save(model), "--output", str(picture)]) == 0
     said, drawn = capsys.readouterr().out, picture.read_text()
     for name in ("bottom encoder", "top decoder"):
         assert f"Depth weights of the {name}" in said
@@ -143,7 +143,7 @@ def test_attention_residuals_over_a_sample(save, tmp_path, capsys):
             side.connection.residuals.query.normal_()
     sample, picture = tmp_path / "sample", tmp_path / "a.svg"
     sample.write_text("a small house\n\nthe old bridge\n")
-    command = ["show-weights", save(model, vocabulary.to_bytes())]
+    command = ["mt", "show-weights", save(model, vocabulary.to_bytes())]
     assert main([*command, "--sample", str(sample), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     for side in ("encoder", "decoder"):
@@ -186,7 +186,7 @@ def test_refused_with_a_sentence(save, capsys, connection, words, sentence):
     model = make(encoder_connection=connection)
     if broken:
         model.encoder.latent.logits.data[0, 2] = float(broken)
-    assert main(["show-weights", save(model), *words]) == 1
+    assert main(["mt", "show-weights", save(model), *words]) == 1
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
@@ -221,7 +221,7 @@ def test_choices_as_table_and_picture(save, tmp_path, capsys, encoder):
     )  # fmt: skip
     sides = weight_picture.choices_of(model)
     picture = tmp_path / "a.svg"
-    assert main(["show-weights", save(model), "--output", str(picture)]) == 0
+    assert main(["mt", "show-weights", save(model), "--output", str(picture)]) == 0
     said = capsys.readouterr().out
     assert ("Choice of layers of the encoder" in said) == (encoder == "latent")
     assert ("Depth weights of the encoder" in said) == (encoder == "dlcl")

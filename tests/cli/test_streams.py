@@ -12,7 +12,7 @@ from deepfast.cli import main
 from deepfast.mt.training.trainer import Trainer
 
 TRAIN = (
-    "train", "phrases-small", "train.max_steps=2", "data.train_size=200", "data.dev_size=8",
+    "mt", "train", "phrases-small", "train.max_steps=2", "data.train_size=200", "data.dev_size=8",
     "data.test_size=8", "data.vocab_size=150", "train.save_every=1", "train.validate_every=1",
     "train.threads=1",
 )  # fmt: skip
@@ -33,8 +33,8 @@ BENCH = ["bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1"]
         (["--version"], "closed", f"deepfast: {CLOSED}\n"),
         (["--version"], "unread", ""),
         (["--help"], "closed", f"deepfast: {CLOSED}\n"),
-        (["score", "--help"], "closed", f"deepfast score: {CLOSED}\n"),
-        (["score", "--help"], "unread", ""),
+        (["mt", "score", "--help"], "closed", f"deepfast mt score: {CLOSED}\n"),
+        (["mt", "score", "--help"], "unread", ""),
     ],
 )
 def test_results_that_cannot_be_written(output, capsys, words, state, said):
@@ -93,8 +93,8 @@ def test_a_stopped_run_keeps_its_exit_code_where_nobody_reads(output, tmp_path, 
 @pytest.mark.parametrize(
     ("stream", "code", "said"),
     [
-        ("stdout", 1, f"deepfast translate: {CLOSED}\n"),
-        ("stdin", 1, "deepfast translate: standard input: expected text, got a closed stream\n"),
+        ("stdout", 1, f"deepfast mt translate: {CLOSED}\n"),
+        ("stdin", 1, "deepfast mt translate: standard input: expected text, got a closed stream\n"),
         # Errors are not written among results.
         ("stderr", 0, ""),
     ],
@@ -104,7 +104,7 @@ def test_a_translation_with_a_closed_stream(
 ):
     text = tmp_path / "text"
     text.write_text("eins\n")
-    words = ["translate", str(trained / "average.pt")]
+    words = ["mt", "translate", str(trained / "average.pt")]
     words += [] if stream == "stdin" else ["--input", str(text)]
     monkeypatch.setattr(sys, stream, None)
     assert main(words) == code

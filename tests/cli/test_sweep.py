@@ -1,4 +1,4 @@
-"""`deepfast sweep` with real runs."""
+"""`deepfast mt sweep` with real runs."""
 
 import json
 
@@ -6,7 +6,7 @@ from deepfast.cli import main
 
 TINY = (
     "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.max_tokens=200",
-    "model.dim=8", "model.heads=2", "model.ffn_dim=8", "model.encoder_layers=1",
+    "model.dim=8", "model.num_heads=2", "model.ffn_dim=8", "model.encoder_layers=1",
     "model.decoder_layers=1", "train.max_steps=4", "train.validate_every=2", "train.save_every=2",
     "train.log_every=2", "train.threads=1",
 )  # fmt: skip
@@ -14,7 +14,7 @@ TINY = (
 
 def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     output = tmp_path / "sweep"
-    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
+    command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=120", "--over",
                "optim.lr=1e-3,1e38", "--jobs", "2", "--output", str(output)]  # fmt: skip
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -42,8 +42,8 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
 
 
 def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
-    command = ["sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
-    assert main([*command, "--memory", "8GiB", "--output", str(tmp_path)]) == 1
+    command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
+    assert main([*command, "--memory-limit", "8GiB", "--output", str(tmp_path)]) == 1
     (failed, *_) = capsys.readouterr().out.splitlines()
     assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: DataError: ")
     table = (tmp_path / "sweep.md").read_text()

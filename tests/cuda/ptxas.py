@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from deepfast import build
+
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "bench" / "results" / "ptxas.md"
 # The source whose host code is compiled too.
@@ -49,7 +51,6 @@ def module(path: Path):
     return loaded
 
 
-build = module(ROOT / "csrc" / "build.py")
 sass = module(ROOT / "tests" / "kernels" / "aot_sass.py")
 
 

@@ -1,7 +1,7 @@
 """The functions that kernels and hosts share, compiled for the host: conversions between
 dtypes, dropout, the shape of a row."""
 
-import importlib.util
+import importlib
 import subprocess
 from pathlib import Path
 
@@ -15,17 +15,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def _build_module():
-    spec = importlib.util.spec_from_file_location("build", SOURCE.with_name("build.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
     """The ops of test_device_functions.cpp."""
-    build = _build_module()
+    build = importlib.import_module("tests.cuda.build")
     if build.compiler() is None:
         pytest.skip("no C++ compiler was found: the device functions are not compiled")
     library = tmp_path_factory.mktemp("functions") / "libdevice_functions.so"

@@ -18,7 +18,7 @@ CONNECTIONS = {
     "post-norm": (DLCL, {"norm": "post"}),
     "attnres": (AttentionResiduals, {}),
     "block_attnres": (AttentionResiduals, {"block": 3}),
-    "relu": (AttentionResiduals, {"weights": "relu"}),
+    "relu": (AttentionResiduals, {"score_function": "relu"}),
 }
 EACH = pytest.mark.parametrize("name", CONNECTIONS)
 MODES = pytest.mark.parametrize("inplace", [True, False])
@@ -30,7 +30,12 @@ def form(norm, weight="scalar", dim=DIM):
     """The options of a DLCL: where its norms are, of which kind, and the shape of its weights."""
     where, _, kind = (norm or "").partition(" ")
     groups = max(1, min(5, dim - 1)) if weight == "group" else None
-    return {"norm": where or None, "norm_kind": kind or "layer", "weight": weight, "groups": groups}
+    return {
+        "norm": where or None,
+        "norm_type": kind or "layer",
+        "weight_type": weight,
+        "groups": groups,
+    }
 
 
 def applied_weight(m, weight):
@@ -64,7 +69,7 @@ class Plain:
         m, p = self.m, self.p
         if k == 0 and not m.normalize_embedding:
             return x
-        if m.norm_kind == "rms":
+        if m.norm_type == "rms":
             return F.rms_norm(x, (m.dim,), p["norm_weight"][k], m.eps)
         return F.layer_norm(x, (m.dim,), p["norm_weight"][k], p["norm_bias"][k], m.eps)
 

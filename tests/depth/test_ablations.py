@@ -81,7 +81,7 @@ def test_a_recipe_refuses(changes, sentence):
 
 def test_a_plan_takes_denseformer_for_a_dlcl():
     recipe = load_recipe("phrases-small", ["model.encoder_connection=denseformer",
-                                           "memory=history"])  # fmt: skip
-    assert recipe.memory == "history"
+                                           "recompute=layer+input"])  # fmt: skip
+    assert recipe.recompute == "layer+input"
     with pytest.raises(RecipeError, match=r"null where model\.cross_attention is transparent"):
-        load_recipe("phrases-small", ["model.cross_attention=transparent", "memory=2GiB"])
+        load_recipe("phrases-small", ["model.cross_attention=transparent", "memory_budget=2GiB"])

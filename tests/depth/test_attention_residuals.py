@@ -9,12 +9,12 @@ from tests.nn.written_out import attention_row
 
 LAYERS = 5
 FORMS = [
-    {"scale": 0.5, "norm_weight": True},
+    {"scale": 0.5, "norm_affine": True},
     {"window": 1},
-    {"window": 3, "norm_weight": True},
-    {"weights": "relu"},
-    {"weights": "relu", "window": 2, "scale": 2.0},
-    {"weights": "relu", "block": 2},
+    {"window": 3, "norm_affine": True},
+    {"score_function": "relu"},
+    {"score_function": "relu", "window": 2, "scale": 2.0},
+    {"score_function": "relu", "block": 2},
     *({"block": block} for block in (None, 1, 2, 3, 5, 7)),
 ]
 

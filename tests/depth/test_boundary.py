@@ -21,7 +21,7 @@ def norm_of(kind, weight, bias, eps):
     return OutNorm(weight, bias if kind == "layer" else None, eps, rms=kind == "rms")
 
 
-def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
+def fused(dlcl, y, leaves, *, p, residual, out_norm, return_x):
     """A pre-norm chain; each boundary does everything in one pass."""
     history, total = DepthHistory(block=BLOCK), 0.0
     branch, rest = y, None
@@ -29,16 +29,16 @@ def fused(dlcl, y, leaves, *, p, residual, out_norm, want_x):
         norm = norm_of(out_norm, leaves["out_weight"], leaves["out_bias"], 1e-5)
         x = dlcl(
             branch, history, residual=rest, dropout_p=p if k else 0.0, seed=SEEDS[k],
-            out_norm=norm, want_x=want_x,
+            out_norm=norm, return_x=return_x,
         )  # fmt: skip
         x, n = x if out_norm else (x, x)
-        assert (x is None) == (norm is not None and not want_x)
+        assert (x is None) == (norm is not None and not return_x)
         total = total + n + (0 if x is None else 0.5 * x)
         branch, rest = torch.tanh(n * leaves["scale"]), (n if residual else None)
     return total
 
 
-def plain(dlcl, y, leaves, *, p, residual, out_norm, want_x):
+def plain(dlcl, y, leaves, *, p, residual, out_norm, return_x):
     """The same in PyTorch's ops, in the dtype of y."""
     d = y.dtype
     w, gain, shift = (leaves[name].to(d) for name in ("weight", "norm_weight", "norm_bias"))
@@ -57,7 +57,7 @@ def plain(dlcl, y, leaves, *, p, residual, out_norm, want_x):
             else:
                 norm = norm_of(out_norm, out_weight, out_bias, 1e-5)
                 n = F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
-        total = total + n + (0.5 * x if want_x or not out_norm else 0)
+        total = total + n + (0.5 * x if return_x or not out_norm else 0)
         branch, rest = torch.tanh(n * leaves["scale"].to(d)), (n if residual else None)
     return total
 
@@ -83,7 +83,7 @@ def each_form(test):
         ("p", [0.0, P]),
         ("residual", [True, False]),
         (
-            ("out_norm", "want_x"),
+            ("out_norm", "return_x"),
             [
                 ("layer", True), ("layer", False), ("no bias", True), ("bare", False),
                 ("rms", True), ("rms", False), (None, True),
@@ -98,7 +98,7 @@ def each_form(test):
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
 @each_form
-def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, want_x):
+def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, return_x):
     dim = 67
     dlcl = DLCL(LAYERS, dim, backend=kernel_backend)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_agrees(tolerances, ran, kernel_backend, dtype, p, residual, out_norm, w
     given["scale"] = given["scale"].to(dtype).float()
     given |= {name: q.detach() for name, q in dlcl.named_parameters()}
     y, dout = torch.randn(2, 70, dim).to(dtype).unbind()
-    options = {"p": p, "residual": residual, "out_norm": out_norm, "want_x": want_x}
+    options = {"p": p, "residual": residual, "out_norm": out_norm, "return_x": return_x}
     own = torch.float64 if dtype == torch.float64 else torch.float32
     with ran("boundary", kernel_backend):
         got = grads(fused, dlcl.to(own), y, given, dout, dtype, own, **options)

@@ -52,18 +52,17 @@ def test_gradients_keep_the_dtype_of_their_input(backend, name, given, parameter
 
 @EACH
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("states", ["float32", "autocast"])
-def test_autocast(backend, name, first, states):
+@pytest.mark.parametrize("state_dtype", [torch.float32, None])
+def test_autocast(backend, name, first, state_dtype):
     """Whatever the embedding is, and though layers end with a product in 16 bits."""
     make, own = CONNECTIONS[name]
-    m, h = make(2, 5, states=states, backend=backend, **own), DepthHistory()
+    m, h = make(2, 5, state_dtype=state_dtype, backend=backend, **own), DepthHistory()
     y = torch.randn(3, 5, dtype=first, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         x = m(y, h)
         x = m(x @ torch.eye(5), h)
         x = m(x @ torch.eye(5), h, residual=x)
-    dtype = {"float32": torch.float32, "autocast": torch.bfloat16}[states]
-    assert h.state.states.dtype == x.dtype == dtype
+    assert h.state.states.dtype == x.dtype == (state_dtype or torch.bfloat16)
     x.sum().backward()
     assert y.grad.dtype == first
 

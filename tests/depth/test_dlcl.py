@@ -95,7 +95,7 @@ def test_the_specification(norm, weight, options):
         states.append(y)
         x = specification(
             states, row, w, norm=m.norm, norm_weight=m.norm_weight, norm_bias=m.norm_bias,
-            normalize_embedding=m.normalize_embedding, eps=m.eps, rms=m.norm_kind == "rms",
+            normalize_embedding=m.normalize_embedding, eps=m.eps, rms=m.norm_type == "rms",
         )  # fmt: skip
         torch.testing.assert_close(x, rows.push(y), rtol=1e-12, atol=1e-12)
 
@@ -168,7 +168,7 @@ def test_the_weights_themselves():
     assert got[4].tolist() == [0, 0, 0.5, 0, 0.5, 0]
     got = DLCL(5, 3, period=2, init="average").effective_weight()
     assert got[3].tolist() == [0, 0, 0, 1, 0, 0]
-    dlcl = DLCL(2, 7, weight="group", groups=3)
+    dlcl = DLCL(2, 7, weight_type="group", groups=3)
     with torch.no_grad():
         dlcl.weight.copy_(torch.arange(3.0).expand(3, 3, 3))
     assert dlcl.effective_weight()[2, 1].tolist() == [0, 1, 2, 0, 1, 2, 0]
@@ -180,7 +180,7 @@ def test_parameters(weight, extra):
     assert dlcl.weight.shape == (5, 5, *extra)
     assert dlcl.norm_weight.shape == dlcl.norm_bias.shape == (5, 6)
     assert DLCL(4, 6, norm=None).norm_weight is None
-    assert DLCL(4, 6, norm_kind="rms").norm_bias is None
+    assert DLCL(4, 6, norm_type="rms").norm_bias is None
     other = DLCL(4, 6, init="one", **form("pre", weight, 6))
     other.load_state_dict(dlcl.state_dict())
     assert all(

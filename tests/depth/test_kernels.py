@@ -23,11 +23,11 @@ CASES = [
     ({}, torch.bfloat16),
     ({}, torch.float16),
     ({"norm": "post"}, torch.float32),
-    ({"norm": None, "weight": "vector"}, torch.float32),
-    ({"weight": "group", "groups": 3, "softmax": True}, torch.float32),
+    ({"norm": None, "weight_type": "vector"}, torch.float32),
+    ({"weight_type": "group", "groups": 3, "softmax": True}, torch.float32),
     ({"window": 3}, torch.float32),
     ({"dilation": 2, "normalize_embedding": True}, torch.float32),
-    ({"period": 3, "weight": "vector"}, torch.bfloat16),
+    ({"period": 3, "weight_type": "vector"}, torch.bfloat16),
 ]
 
 
@@ -50,7 +50,7 @@ def residuals(backend, dtype, options):
     return results(stack, DepthHistory(block=2), y, dout)
 
 
-ATTENTION = [{}, {"block": 2}, {"window": 3}, {"weights": "relu"}, {"norm_weight": True}]
+ATTENTION = [{}, {"block": 2}, {"window": 3}, {"score_function": "relu"}, {"norm_affine": True}]
 
 
 @pytest.mark.each_value

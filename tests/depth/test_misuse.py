@@ -14,8 +14,8 @@ from tests.depth.stack import CONNECTIONS, DIM, EACH, TOKENS, Stack, history, le
 WHOLE = "must be a whole number of at least 1, got"
 OPTIONS = [
     (DLCL, {"norm": "both"}, "norm must be one of .*got .both"),
-    (DLCL, {"norm_kind": "batch"}, "norm_kind must be one of .*got .batch"),
-    (DLCL, {"weight": "matrix"}, "weight must be one of"),
+    (DLCL, {"norm_type": "batch"}, "norm_type must be one of .*got .batch"),
+    (DLCL, {"weight_type": "matrix"}, "weight_type must be one of"),
     (DLCL, {"init": "zero"}, "init must be one of"),
     (DLCL, {"num_layers": 0}, f"num_layers {WHOLE} 0"),
     (DLCL, {"dim": 0}, f"dim {WHOLE} 0"),
@@ -24,13 +24,13 @@ OPTIONS = [
     (DLCL, {"period": 0}, f"period {WHOLE} 0"),
     (DLCL, {"softmax": "no"}, "softmax must be True or False, got 'no'"),
     (DLCL, {"eps": -1.0}, "eps must be a number of at least 0, got -1.0"),
-    (DLCL, {"weight": "group"}, "weight='group' needs groups, from 1 to 12, got None$"),
-    (DLCL, {"groups": 2}, "groups=2 needs weight='group', got weight='scalar'$"),
-    (DLCL, {"weight": "group", "groups": 13}, "groups must be between 1 and 12, got 13"),
+    (DLCL, {"weight_type": "group"}, "weight_type='group' needs groups, from 1 to 12, got None$"),
+    (DLCL, {"groups": 2}, "groups=2 needs weight_type='group', got weight_type='scalar'$"),
+    (DLCL, {"weight_type": "group", "groups": 13}, "groups must be between 1 and 12, got 13"),
     (AttentionResiduals, {"num_layers": 0}, f"num_layers {WHOLE} 0"),
     (AttentionResiduals, {"block": 0}, f"block {WHOLE} 0"),
     (AttentionResiduals, {"block": 2, "window": 2}, "expected block or window, got both"),
-    (AttentionResiduals, {"weights": "linear"}, "weights must be one of"),
+    (AttentionResiduals, {"score_function": "linear"}, "score_function must be one of"),
     (AttentionResiduals, {"scale": math.inf}, "scale must be a finite number"),
     (AttentionResiduals, {"eps": math.nan}, "eps must be a number of at least 0, got nan"),
 ]
@@ -63,7 +63,7 @@ CALLS = [
     (X, {"dropout_p": -0.5}, ValueError, "between 0 and 1"),
     (X, {"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed must be an int"),
     (X, {"index": "a"}, TypeError, "index must be a whole number, got 'a'"),
-    (X, {"want_x": False}, ValueError, "want_x=False needs out_norm, got None"),
+    (X, {"return_x": False}, ValueError, "return_x=False needs out_norm, got None"),
     (X, {"out_norm": nn.LayerNorm(DIM)}, TypeError, "out_norm must be an OutNorm"),
     (X, {"out_norm": (1, 2)}, TypeError, "out_norm must be an OutNorm"),
     *(
@@ -171,12 +171,12 @@ def test_mean_weights_of_something_else():
 
 PARAMETERS = {
     "weight": ("dlcl", {}, (4, 4)),
-    "weight of a group": ("dlcl", {"weight": "group", "groups": 2}, (4, 4, 2)),
-    "weight of a vector": ("dlcl", {"weight": "vector"}, (4, 4, 8)),
+    "weight of a group": ("dlcl", {"weight_type": "group", "groups": 2}, (4, 4, 2)),
+    "weight of a vector": ("dlcl", {"weight_type": "vector"}, (4, 4, 8)),
     "norm_weight": ("dlcl", {}, (4, 8)),
     "norm_bias": ("dlcl", {}, (4, 8)),
     "query": ("attnres", {}, (4, 8)),
-    "norm_weight of a query": ("attnres", {"norm_weight": True}, (4, 8)),
+    "norm_weight of a query": ("attnres", {"norm_affine": True}, (4, 8)),
     "bias": ("relu", {}, (4, 4)),
 }
 MISSING = {

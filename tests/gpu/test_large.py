@@ -35,7 +35,7 @@ def test_layer_norm(by, tolerances, room, device):
     )
     x.requires_grad_(), residual.requires_grad_()
     w, b = (torch.randn(D, device=device, requires_grad=True) for _ in range(2))
-    y, s = ops.layer_norm(x, w, b, residual=residual, backend=by)
+    y, s = ops.add_layer_norm(x, residual, w, b, backend=by)
     dx, dw, db = torch.autograd.grad((y, s), (x, w, b), (dy, ds))
     # Rows are independent, so the last ones and those around element 2^31 are enough.
     around = min(2**31 // D, T - 40)

@@ -1,14 +1,18 @@
 """Ops on a GPU: the calls of `deepfast.cases`, dropout masks, and what the host waits for."""
 
+import time
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deepfast import backend, ops
 from deepfast.cases import check
 from deepfast.cases.sentences import offsets
 from deepfast.cases.sizes import KERNELS, LISTED, QUICK, THOROUGH, Sizes, typical
-from deepfast.proof.table import widths
 from deepfast.reference.dropout import dropout, dropout_mask
+from deepfast.selfcheck import store
+from deepfast.selfcheck.full import widths
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +47,31 @@ def test_op(by, device, op, size, dtype):
         assert check.fault(case, by, dtype, device, runs=20 if REAL else 2) is None
 
 
+@pytest.mark.skipif(not REAL, reason="Triton's compiler needs a GPU")
+def test_first_use(device, tmp_path, monkeypatch, caplog):
+    """From cold caches a result in five seconds, without other processes; then a capture."""
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "first-use")
+    for variable in ("DEEPFAST_CACHE", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    backend.forget()
+    x = torch.randn(T, 520, device=device, requires_grad=True)
+    state, start = torch.cuda.get_rng_state(), time.perf_counter()
+    y = ops.layer_norm(x, None, None)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 5
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    torch.testing.assert_close(y, F.layer_norm(x, (520,)))
+    assert "layer_norm" in "".join(store.of(torch.device("cuda", x.get_device())).lines())
+    assert not caplog.records
+    narrow, graph = x.detach()[:, :264].contiguous(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.layer_norm(narrow, None, None)
+    graph.replay()
+    torch.testing.assert_close(y, F.layer_norm(narrow, (264,)))
+    assert "cannot be checked in the capture of a CUDA graph" in caplog.text
+    backend.forget()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_mask_is_the_references(by, device, dtype):
     x, seed = torch.ones(T, D, dtype=dtype, device=device), SEED.to(device)
@@ -50,9 +79,8 @@ def test_dropout_mask_is_the_references(by, device, dtype):
     expected = dropout_mask(int(SEED), T, D, 0.3) != 0
     # A dropped infinity leaves nothing.
     for value in (1, torch.inf):
-        s = ops.layer_norm(
-            x * value, None, None, residual=torch.zeros_like(x), backend=by, **options
-        )[1]
+        zeros = torch.zeros_like(x)
+        s = ops.add_layer_norm(x * value, zeros, None, None, backend=by, **options)[1]
         assert torch.equal(s.cpu() != 0, expected)
         for kind in ("relu", "gelu"):
             out = ops.activation(x * value, kind, backend="triton", **options)

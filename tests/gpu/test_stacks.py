@@ -43,7 +43,7 @@ def differentiate(dlcl, x, scales, p, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"weight": "vector", "window": 7}],
+@pytest.mark.parametrize("options", [{}, {"norm": "post"}, {"weight_type": "vector", "window": 7}],
                          ids=str)  # fmt: skip
 def test_dlcl_of_30_layers(by, tolerances, device, options, dtype):
     dlcl = DLCL(LAYERS, D, **options)
@@ -73,9 +73,7 @@ def make_ops(by, device, p):
     cu = torch.tensor([0, 2, T], dtype=torch.int32, device=device)
 
     def layer_norm():
-        y, _ = ops.layer_norm(
-            x, w, b, residual=x, dropout_p=p, training=True, backend=by
-        )  # fmt: skip
+        y, _ = ops.add_layer_norm(x, x, w, b, dropout_p=p, training=True, backend=by)
         return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
 
     def depth_mix():

@@ -5,6 +5,7 @@ import torch
 from deepfast import backend
 from deepfast.launches import LAUNCHES
 from deepfast.ops.common import empty_slots
+from deepfast.selfcheck.operands import READ_TOO, random
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(3 << 40)
@@ -19,10 +20,6 @@ NUMBERS = {
     "grad_slots": [5, 6, 8], "out_rows": [1, 2, 3], "accumulate": False, "label_smoothing": 0.1,
     "ignore_index": -1, "write_grad": True, "reverse": False,
 }  # fmt: skip
-READ_TOO = {"states", "grads", "logits", "stats", "source_rstd"}
-"""What some launches write and read first."""
-
-
 ABSENT = {
     "depth_attention_forward": {"scores": None},
     "depth_attention_backward": {"scores": None, "dscores": None},
@@ -39,22 +36,6 @@ def plain(shape, dtype):
 def apart(shape, dtype):
     """Rows as in a wider tensor: an odd distance apart."""
     return torch.empty(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]]
-
-
-def _random(name: str, shape) -> torch.Tensor:
-    if name in ("rstd", "out_rstd", "source_rstd", "total"):
-        return 0.5 + torch.rand(shape)
-    if name == "gates":
-        return torch.rand(shape)
-    if name == "most":
-        return 3 + torch.rand(shape)
-    if name in ("stats", "partial_stats"):
-        x = 1 + torch.rand(shape)
-        x[..., 0, :] += 2
-        return x
-    if name in ("query", "weight") and len(shape) == 2:
-        return torch.randn(shape) / max(1, shape[1]) ** 0.5
-    return torch.randn(shape)
 
 
 def numbers(name: str, *, choice: int = 0, lists: int = 3, **given) -> dict:
@@ -77,7 +58,7 @@ def numbers(name: str, *, choice: int = 0, lists: int = 3, **given) -> dict:
             shape = o.shape(sizes, min(choice, len(o.shapes) - 1))
             written = o.writes and o.name not in READ_TOO
             make = (lambda s=shape: torch.full(s, 7.0)) if written else None
-            one = make or (lambda s=shape, n=o.name: _random(n, s))
+            one = make or (lambda s=shape, n=o.name: random(n, s))
             made[o.name] = [one() for _ in range(lists)] if o.type == "Tensor[]" else one()
     return made
 

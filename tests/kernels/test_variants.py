@@ -1,4 +1,5 @@
-"""How often Triton compiles: not again for another number of tokens or another layer."""
+"""How often Triton compiles: not again for another number of tokens or another layer, and not for
+the check of a kernel before its first use."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ def test_no_kernel_depends_on_the_number_of_tokens(found):
         if counts[0] != counts[1]
     }
     assert found["cases"]
-    assert not more, "variants for one number of tokens, and for several"
+    assert not more, "variants for one number of tokens, and for several with their checks"
 
 
 def test_the_boundaries_of_a_block_share_their_kernels(found):

@@ -15,6 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from deepfast.launches import LAUNCHES
+from deepfast.selfcheck.operands import alike
 from tests.kernels.agreement import numbers
 
 TOKENS = (8190, 8192, 4096, 4112, 33)
@@ -36,15 +37,21 @@ def variants(run, *each) -> dict[str, int]:
 
 
 def of_case(case) -> dict[str, list[int]]:
-    """The variants for one number of tokens, and for all of them."""
+    """The variants for one number of tokens, and for all of them with the operands of their checks
+    before first use."""
+
+    def checked(a):
+        launch = LAUNCHES[type(a).__name__]
+        launcher(launch.record(*alike(launch, tuple(a), None)))
+        launcher(a)
 
     def run(tokens):
-        aot_cases.T = tokens
-        case.call(launcher, **case.sizes)
+        aot_cases.T = tokens or TOKENS[0]
+        case.call(checked if tokens else launcher, **case.sizes)
 
     module = importlib.import_module(f"deepfast.kernels.{case.module}")
     launcher = getattr(module, case.call.__name__)
-    one, many = variants(run, TOKENS[0]), variants(run, *TOKENS)
+    one, many = variants(run, None), variants(run, *TOKENS)
     return {name: [one[name], many[name]] for name in many}
 
 

@@ -42,7 +42,7 @@ def measured():
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """The files of a quick report."""
-    for package in ("matplotlib", "jinja2", "rich", "sentencepiece", "sacrebleu", "num2words"):
+    for package in ("matplotlib", "jinja2", "sentencepiece", "sacrebleu", "num2words"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("report")
     assert main(["report", "--quick", "--trace", "--output", str(folder / "out")]) == 0

@@ -105,7 +105,12 @@ def test_every_picture_of_the_page(made):
         "connection-memory": (*CONNECTIONS, "peak memory, MiB"),
         "policies": (*POLICIES, "peak MiB, 8 layers"),
         "deepest": (*EAGER, "deepfast", "16", "24", "GiB of the device"),
-        "depth_memory": (*EAGER, "deepfast, keep", "deepfast, history", "200"),
+        "depth_memory": (
+            *EAGER,
+            "deepfast, recompute=none",
+            "deepfast, recompute=layer+input",
+            "200",
+        ),
         "losses": ("DLCL, pre-norm", "residual, post-norm", "token frequencies alone"),
         "weights": ("output", "input of layer"),
     }
@@ -203,7 +208,7 @@ def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
         {"seed": 1, "failed": "exit 1: data: no text"},
         {"seed": 2, "diverged": "step 3: the loss is nan", "live_bytes": 2**20},
     ]
-    text = page(results, "deepfast sweep x", "this machine")
+    text = page(results, "deepfast mt sweep x", "this machine")
     assert text.startswith("# model.norm and model.dlcl\n")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[0].startswith("| `model.norm` | `model.dlcl` | parameters | dev NLL | BLEU |")

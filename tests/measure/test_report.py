@@ -1,7 +1,9 @@
 """The whole command on tiny sizes: the page needs no other file and has all numbers."""
 
+import io
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +14,7 @@ from deepfast.cli import main
 from deepfast.measure import page, report, steps
 from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
 from deepfast.measure.encoders import VARIANTS
-from deepfast.measure.jobs import Job, Progress
+from deepfast.measure.jobs import Job, run_jobs
 from deepfast.measure.settings import QUICK
 from deepfast.memory import POLICIES
 
@@ -90,9 +92,11 @@ def test_every_variant_is_measured_at_every_depth(made):
     assert [(row["depth"], row["variant"]) for row in report["steps"]] == [
         (depth, variant) for depth in settings["depths"] for variant in VARIANTS
     ]
+    # Each variant has as many runs as the others.
+    timed = [row for row in report["policies"]["rows"] if row["depth"] == settings["policy_depth"]]
+    for row in (*report["steps"], *report["mixing"], *report["connections"], *timed):
+        assert len(row["seconds"]) == settings["rounds"]
     for row in report["steps"]:
-        pair = row["variant"] in ("plain residual", "deepfast")
-        assert len(row["seconds"]) == settings["rounds" if pair else "slow_rounds"]
         assert row["median_seconds"] > 0
         assert row["peak_bytes"] > 0
         assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
@@ -107,7 +111,7 @@ def test_every_variant_is_measured_at_every_depth(made):
     ):  # fmt: skip
         assert text in made.page
     frugal = page.headlines(report)[-1]
-    assert frugal["label"] == "less memory with policy history than with keep"
+    assert frugal["label"] == "less memory with recompute=layer+input than without"
     assert f"<b>{frugal['value']}</b>" in made.page
 
 
@@ -147,28 +151,25 @@ def test_environment_and_parts_are_told(made):
     for key in ("cpu", "cores", "threads", "torch", "deepfast", "build", "date", "backends"):
         assert environment[key]
     assert made.report["seconds"].keys() == {
-        "agreement", "a step", "mixing alone", "connections", "memory policies", "closed forms",
+        "agreement", "a step", "mixing alone", "connections", "recompute policies", "closed forms",
         "training", "total",
     }  # fmt: skip
 
 
-class Stopped(Progress):
-    """Ctrl-C comes before the n-th job."""
+def stop_after(monkeypatch, count):
+    """Ctrl-C comes after so many jobs."""
 
-    def __init__(self, jobs):
-        super().__init__(terminal=False)
-        self.jobs = jobs
+    def run(jobs, seconds):
+        run_jobs(jobs[:count], seconds)
+        raise KeyboardInterrupt
 
-    def _run(self, job):
-        self.jobs -= 1
-        if self.jobs < 0:
-            raise KeyboardInterrupt
-        super()._run(job)
+    monkeypatch.setattr(report, "run_jobs", run)
 
 
 def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypatch, capsys):
     # The comparison with float64, the memory of two depths' five variants and one time.
-    found = report.make_report(tiny, "deepfast report", Stopped(7))
+    stop_after(monkeypatch, 7)
+    found = report.make_report(tiny, "deepfast report")
     assert found["interrupted"]
     assert [row["variant"] for row in found["steps"] if row["median_seconds"]] == [VARIANTS[0]]
     text = page.render(found)
@@ -176,7 +177,7 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypat
     assert "Not measured: interrupted." in text
     assert all(card["value"] == "–" for card in page.headlines(found))
     # The command writes its page.
-    monkeypatch.setattr("deepfast.measure.jobs.Progress", lambda: Stopped(0))
+    stop_after(monkeypatch, 0)
     assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
     text = (tmp_path / "index.html").read_text("utf-8")
     assert "This report was interrupted." in text
@@ -184,35 +185,38 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypat
     assert "index.html interrupted after" in capsys.readouterr().out
 
 
-class Some(Progress):
-    """Only jobs of these parts run."""
+def test_a_training_that_fails_is_told_on_the_page(tiny, monkeypatch, capsys):
+    def some(jobs, seconds):
+        wanted = ("memory policies", "training")
+        run_jobs([job for job in jobs if job.part in wanted], seconds)
 
-    def __init__(self, *parts):
-        super().__init__(terminal=False)
-        self.parts = parts
-
-    def run(self, jobs):
-        super().run([job for job in jobs if job.part in self.parts])
-
-
-def test_a_training_that_fails_is_told_on_the_page(tiny, capsys):
+    monkeypatch.setattr(report, "run_jobs", some)
     settings = replace(tiny, depths=(2,), mixing_depth=2, overrides=("model.dim=7",))
-    found = report.make_report(settings, "deepfast report", Some("memory policies", "training"))
+    found = report.make_report(settings, "deepfast report")
     assert found["training"]["status"].startswith("failed: ")
     assert "training failed" in capsys.readouterr().err
     assert "Not measured: failed: " in page.render(found)
     assert "Not measured." in page.render(found), "no depth's policies were timed"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_tells_each_job(capsys, terminal):
-    """A line for each; on a terminal a bar."""
-    ran = []
+def test_progress_is_on_standard_error_of_a_terminal_alone(monkeypatch, capsys, terminal):
+    if terminal:
+        monkeypatch.setattr("sys.stderr", Terminal())
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "80")
+    ran, seconds = [], {}
     jobs = [Job("part", f"only [job {n}]", lambda n=n: ran.append(n)) for n in (1, 2)]
-    progress = Progress(terminal=terminal)
-    progress.run(jobs)
+    run_jobs(jobs, seconds)
     assert ran == [1, 2]
-    assert progress.seconds.keys() == {"part"}
-    said = capsys.readouterr().out
-    assert ("2/2" if terminal else "   2 of 2  ") in said
-    assert "part: only [job 2]" in said
+    assert seconds.keys() == {"part"}
+    assert capsys.readouterr() == ("", "")
+    if terminal:
+        said = sys.stderr.getvalue()
+        assert "1/2" in said
+        assert "part: only [job 2]" in said

@@ -84,7 +84,7 @@ def test_counted_from_the_launches_of_a_step(make, depth):
     x = torch.randn(TOKENS, DIM, requires_grad=True)
     with LaunchTraffic() as counted:
         for _ in range(depth + 1):
-            _, x = module(x, history, out_norm=norm.as_output(), want_x=False)
+            _, x = module(x, history, out_norm=norm.as_output(), return_x=False)
         reads = counted.forward_reads
         x.sum().backward()
     assert counted.moved == engine_moved(module.pattern, module.running)

@@ -68,8 +68,9 @@ def test_a_plain_model_is_predicted_within_5_percent(form, dtype):
         del logits
         loss.backward()
     sizes = plan(
-        budget="1TiB", layers=layers, width=WIDTH, tokens=BATCH * LENGTH, heads=HEADS, ffn=FFN,
-        vocabulary=vocabulary, decoder_layers=decoder_layers, dtype=dtype, device="cpu",
+        budget="1TiB", num_layers=layers, dim=WIDTH, tokens=BATCH * LENGTH, num_heads=HEADS,
+        ffn_dim=FFN,
+        vocab_size=vocabulary, decoder_layers=decoder_layers, dtype=dtype, device="cpu",
         connection="residual" if model.encoder.dlcl is None else "dlcl",
     ).sizes  # fmt: skip
     count = sum(p.numel() for p in model.parameters())

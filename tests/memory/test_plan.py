@@ -12,7 +12,7 @@ from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.timeline import CATEGORIES, Stack, peak_table
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
-MODEL = {"width": 512, "tokens": 8192}
+MODEL = {"dim": 512, "tokens": 8192}
 KINDS = [
     {"connection": "dlcl", "norm": "pre", "dtype": "bfloat16", "decoder_layers": 6},
     {"connection": "dlcl", "norm": "post", "dtype": "float32", "decoder_layers": 0},
@@ -47,44 +47,44 @@ def test_what_is_no_size_is_one_sentence(text):
         parse_bytes(text)
 
 
-FREE = ("layers", "width", "tokens")
+FREE = ("num_layers", "dim", "tokens")
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("free", FREE)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_solving_inverts(free, kind):
-    sizes = {"layers": 30, "width": 512, "tokens": 4096}
+    sizes = {"num_layers": 30, "dim": 512, "tokens": 4096}
     budget = plan(**sizes, **kind).budget
     given = {name: value for name, value in sizes.items() if name != free}
     found = plan(budget=budget, **given, **kind)
     assert getattr(found.sizes, free) == sizes[free]
     assert found.fits
     # One more does not fit, and the plan says so.
-    step = 64 if free == "width" else 1
+    step = 64 if free == "dim" else 1
     more = plan(budget=budget, **given, **{free: sizes[free] + step}, **kind)
     assert not more.fits
     assert more.advice
 
 
 def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
-    sizes = {"layers": 40, **MODEL}
+    sizes = {"num_layers": 40, **MODEL}
     smallest = plan(**sizes)
     assert smallest.fits
     assert smallest.budget == min(
-        plan(**sizes, budget="1TiB", policies=p, decoder_policies=d).peak
+        plan(**sizes, budget="1TiB", recompute=p, decoder_recompute=d).peak
         for p in POLICIES
         for d in POLICIES[:-1]
     )
-    assert plan(**sizes, policies="lean", decoder_policies="keep").budget > smallest.budget
+    assert plan(**sizes, recompute="ffn", decoder_recompute="none").budget > smallest.budget
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_more_of_anything_takes_more(kind):
-    base = {"layers": 20, "width": 256, "tokens": 2048, "budget": "1TiB", "policies": "lean",
-            "decoder_policies": "lean" if kind["decoder_layers"] else None}  # fmt: skip
+    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn",
+            "decoder_recompute": "ffn" if kind["decoder_layers"] else None}  # fmt: skip
     peak = plan(**base, **kind).peak
-    larger = {"layers": 40, "width": 512, "tokens": 4096, "ffn": 2048, "vocabulary": 64_000,
+    larger = {"num_layers": 40, "dim": 512, "tokens": 4096, "ffn_dim": 2048, "vocab_size": 64_000,
               "accumulate": 2}  # fmt: skip
     for name, value in larger.items():
         assert plan(**base | {name: value}, **kind).peak > peak
@@ -94,7 +94,7 @@ def test_more_of_anything_takes_more(kind):
 
 @pytest.mark.parametrize("connection", ["dlcl", "residual"])
 def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
-    sizes = {"layers": 30, **MODEL, "connection": connection}
+    sizes = {"num_layers": 30, **MODEL, "connection": connection}
     smallest = plan(**sizes).budget
     most = plan(**sizes, budget="1TiB").peak
     before = 1.0
@@ -107,37 +107,39 @@ def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
 
 
 def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
-    sizes = {"layers": 60, **MODEL, "decoder_layers": 0}
-    pure = [plan(**sizes, budget="1TiB", policies=p) for p in POLICIES]
+    sizes = {"num_layers": 60, **MODEL, "decoder_layers": 0}
+    pure = [plan(**sizes, budget="1TiB", recompute=p) for p in POLICIES]
     between = (pure[0].peak + pure[1].peak) // 2
     mixed = plan(**sizes, budget=between)
     assert mixed.fits
-    assert len(set(mixed.policies)) == 2
+    assert len(set(mixed.recompute)) == 2
     assert pure[0].time < mixed.time < min(p.time for p in pure if p.peak <= between)
     # The policy that saves more memory is that of the lowest layers, without gaps.
-    levels = [POLICIES.index(p) for p in mixed.policies]
+    levels = [POLICIES.index(p) for p in mixed.recompute]
     assert levels == sorted(levels, reverse=True)
     # One layer fewer of it does not fit.
-    changed = list(mixed.policies)
-    changed[levels.count(max(levels)) - 1] = mixed.policies[-1]
-    assert plan(**sizes, budget=between, policies=changed).peak > between
+    changed = list(mixed.recompute)
+    changed[levels.count(max(levels)) - 1] = mixed.recompute[-1]
+    assert plan(**sizes, budget=between, recompute=changed).peak > between
 
 
 def test_given_policies_are_kept():
-    names = ["history"] * 5 + ["states"] * 5 + ["keep"] * 5
-    found = plan(budget="40GiB", layers=15, **MODEL, policies=names, decoder_policies="leaner")
-    assert found.policies == tuple(names)
-    assert found.decoder_policies == ("leaner",) * 6
-    assert describe(found.policies, found.decoder_policies) == (
-        "5 history, 5 states, 5 keep from the bottom; decoder leaner"
+    names = ["layer+input"] * 5 + ["layer"] * 5 + ["none"] * 5
+    found = plan(
+        budget="40GiB", num_layers=15, **MODEL, recompute=names, decoder_recompute="ffn+qkv"
+    )
+    assert found.recompute == tuple(names)
+    assert found.decoder_recompute == ("ffn+qkv",) * 6
+    assert describe(found.recompute, found.decoder_recompute) == (
+        "5 layer+input, 5 layer, 5 none from the bottom; decoder ffn+qkv"
     )
 
 
 def test_the_peak_of_a_mix_is_looked_for_where_it_can_be():
     """Looking at every layer finds no higher point than looking at the ends of runs."""
-    sizes = plan(budget="1TiB", layers=45, width=128, tokens=999, decoder_layers=0).sizes
-    for names in (("keep",) * 45, ("history",) * 20 + ("lean",) * 25,
-                  ("states",) * 3 + ("keep",) * 30 + ("history",) * 12):  # fmt: skip
+    sizes = plan(budget="1TiB", num_layers=45, dim=128, tokens=999, decoder_layers=0).sizes
+    for names in (("none",) * 45, ("layer+input",) * 20 + ("ffn",) * 25,
+                  ("layer",) * 3 + ("none",) * 30 + ("layer+input",) * 12):  # fmt: skip
         stack = Stack(sizes, names)
         few = max(moment.total for moment in (*stack.forward(), *stack.backward()))
         stack.candidates = lambda: list(range(45))
@@ -145,21 +147,28 @@ def test_the_peak_of_a_mix_is_looked_for_where_it_can_be():
 
 
 def test_the_table_adds_up():
-    found = plan(budget="24GiB", layers=30, **MODEL)
+    found = plan(budget="24GiB", num_layers=30, **MODEL)
     assert tuple(found.table) == CATEGORIES
     assert found.peak == sum(found.table.values())
     assert all(size >= 0 for size in found.table.values())
     assert found.table["parameters"] == 4 * found.sizes.parameters
     assert found.table["optimizer"] == 8 * found.sizes.parameters
-    assert plan(budget="24GiB", layers=30, **MODEL, device="cpu").table["allocator margin"] == 0
-    assert peak_table(found.sizes, found.policies, found.decoder_policies) == found.table
+    assert plan(budget="24GiB", num_layers=30, **MODEL, device="cpu").table["allocator margin"] == 0
+    assert peak_table(found.sizes, found.recompute, found.decoder_recompute) == found.table
 
 
 def test_fewer_heads_of_keys():
     """Parameters of the stacks, and less of everything that depends on keys and values."""
-    sizes = {"layers": 3, "width": 32, "tokens": 999, "heads": 8, "decoder_layers": 2, "ffn": 40}
+    sizes = {
+        "num_layers": 3,
+        "dim": 32,
+        "tokens": 999,
+        "num_heads": 8,
+        "decoder_layers": 2,
+        "ffn_dim": 40,
+    }
     more, less = (
-        plan(budget="1TiB", **sizes, num_kv_heads=kv, connection="residual", vocabulary=7)
+        plan(budget="1TiB", **sizes, num_kv_heads=kv, connection="residual", vocab_size=7)
         for kv in (None, 2)
     )
     stacks = [
@@ -171,102 +180,105 @@ def test_fewer_heads_of_keys():
     assert less.peak < more.peak
     assert step_flops(less.sizes) < step_flops(more.sizes)
     assert "8 heads (2 of the keys)" in lines(less)[0]
-    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of heads 8, got 3"):
+    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads 8, got 3"):
         plan(budget="1TiB", **sizes, num_kv_heads=3)
 
 
 def test_recomputation_is_that_of_the_design():
     """Shares of an encoder layer's matrix work, F = 4 D: 11%, 19%, and 22% plus attention."""
-    sizes = plan(budget="1TiB", layers=30, **MODEL, length=1).sizes
-    work = 72 * sizes.width**2 * sizes.tokens
+    sizes = plan(budget="1TiB", num_layers=30, **MODEL, length=1).sizes
+    work = 72 * sizes.dim**2 * sizes.tokens
     shares = [recomputed_flops(sizes, policy) / work for policy in POLICIES]
     assert shares == pytest.approx([0, 8 / 72, 14 / 72, 16 / 72, 16 / 72], abs=0.02)
     assert shares[-1] > shares[-2]
-    long = plan(budget="1TiB", layers=30, **MODEL, length=512).sizes
-    assert recomputed_flops(long, "states") > recomputed_flops(sizes, "states")
-    assert recomputed_flops(long, "leaner") == recomputed_flops(sizes, "leaner")
+    long = plan(budget="1TiB", num_layers=30, **MODEL, length=512).sizes
+    assert recomputed_flops(long, "layer") > recomputed_flops(sizes, "layer")
+    assert recomputed_flops(long, "ffn+qkv") == recomputed_flops(sizes, "ffn+qkv")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": None, "width": None}, "budget, layers, width, tokens: expected at least three "
-         "of them, got none for layers and width"),
-        ({"decoder_layers": 0, "decoder_policies": "lean"}, "decoder_policies: expected none "
-         "without a decoder, got 'lean' for decoder_layers=0"),
-        ({"layers": 0}, "layers: expected a whole number of at least 1, got 0"),
-        ({"width": 2.5}, r"width: expected a whole number of at least 1, got 2\.5"),
+        ({"num_layers": None, "dim": None}, "budget, num_layers, dim, tokens: expected at "
+        "least three "
+         "of them, got none for num_layers and dim"),
+        ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
+         "without a decoder, got 'ffn' for decoder_layers=0"),
+        ({"num_layers": 0}, "num_layers: expected a whole number of at least 1, got 0"),
+        ({"dim": 2.5}, r"dim: expected a whole number of at least 1, got 2\.5"),
         ({"tokens": True}, "tokens: expected a whole number of at least 1, got True"),
-        ({"width": "wide"}, "width: expected a whole number of at least 1, got 'wide'"),
-        ({"heads": 7}, "heads: expected a divisor of width 512, got 7"),
-        ({"vocabulary": 0}, "vocabulary: expected at least 1 beside a decoder, got 0"),
+        ({"dim": "wide"}, "dim: expected a whole number of at least 1, got 'wide'"),
+        ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
+        ({"vocab_size": 0}, "vocab_size: expected at least 1 beside a decoder, got 0"),
         ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
-        ({"policies": "less"}, "^policies: expected one of keep, lean, .*, got 'less'"),
-        ({"policies": ["keep"]}, "one policy for each of 30 layers, got 1"),
-        ({"policies": "history", "connection": "residual"}, "'history' recomputes inputs"),
+        ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'"),
+        ({"recompute": ["none"]}, "one policy for each of 30 layers, got 1"),
+        ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
         ({"connection": "denseformer"},
-         r"^connection: expected one of dlcl, residual, .*, got 'denseformer'; .* memory=lean$"),
+         r"^connection: expected one of dlcl, residual, .*, got 'denseformer'; .* recompute=ffn$"),
         ({"connection": "attnres", "norm": "post"},
          "norm: expected pre with connection 'attnres', got 'post'"),
         ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
         ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
          "with dlcl and residual$"),
-        ({"connection": "attnres", "weight": "vector"},
-         "^weight: expected none without connection dlcl, got 'vector' with attnres and residual$"),
+        ({"connection": "attnres", "weight_type": "vector"},
+         "^weight_type: expected none without connection dlcl, got 'vector' with attnres and "
+         "residual$"),
         ({"decoder_connection": "attnres", "decoder_layers": 0, "reads": 1}, "^reads: expected no"),
         ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
         ({"padding": float("nan")}, "padding: expected True or False, got nan"),
-        ({"width": None, "budget": "8GiB", "heads": 1.5},
-         "heads: expected a whole number of at least 1, got 1.5"),
+        ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
+         "num_heads: expected a whole number of at least 1, got 1.5"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
-        ({"layers": None, "budget": "1MiB"}, r"budget: expected at least .* for layers 1, got 1\."),
+        ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
+        r"num_layers 1, got 1\."),
     ],
 )  # fmt: skip
 def test_errors_say_what_expected_got(changes, message):
     with pytest.raises(ValueError, match=message):
-        plan(**{"budget": "24GiB", "layers": 30, **MODEL} | changes)
+        plan(**{"budget": "24GiB", "num_layers": 30, **MODEL} | changes)
 
 
 def test_advice_names_what_fits():
-    tight = plan(budget="8GiB", layers=60, **MODEL, policies="keep", decoder_policies="keep")
+    tight = plan(budget="8GiB", num_layers=60, **MODEL, recompute="none", decoder_recompute="none")
     assert not tight.fits
-    assert tight.advice.startswith("it fits with memory policies ")
+    assert tight.advice.startswith("it fits with recompute policies ")
     told = tight.what_fits
-    policies = {"policies": told.policies, "decoder_policies": told.decoder_policies}
-    assert plan(budget="8GiB", layers=60, **MODEL, **policies).fits
-    sizes = {"layers": 100, "width": 512, "tokens": 65536}
+    policies = {"recompute": told.recompute, "decoder_recompute": told.decoder_recompute}
+    assert plan(budget="8GiB", num_layers=60, **MODEL, **policies).fits
+    sizes = {"num_layers": 100, "dim": 512, "tokens": 65536}
     deep = plan(budget="12GiB", **sizes)
     assert not deep.fits
     told = deep.what_fits
     assert deep.advice == (
-        f"what fits is {told.layers} layers or {told.tokens} tokens or {told.width} wide; "
+        f"what fits is {told.num_layers} layers or {told.tokens} tokens or {told.dim} wide; "
         f"unchanged it needs a budget of {format_bytes(told.budget, up=True)}"
     )
     assert advise(told, budget=False) == deep.advice.partition("; unchanged")[0]
-    for name in ("layers", "tokens"):
+    for name in ("num_layers", "tokens"):
         assert plan(budget="12GiB", **sizes | {name: getattr(told, name)}).fits
         assert not plan(budget="12GiB", **sizes | {name: getattr(told, name) + 1}).fits
-    none = plan(budget="1MiB", layers=2, **MODEL)
+    none = plan(budget="1MiB", num_layers=2, **MODEL)
     assert none.advice.startswith("it needs a budget of ")
-    assert none.what_fits.budget == plan(layers=2, **MODEL).peak
+    assert none.what_fits.budget == plan(num_layers=2, **MODEL).peak
 
 
 @pytest.mark.parametrize(
-    ("heads", "budget", "step"),
+    ("num_heads", "budget", "step"),
     [(None, "8GiB", 64), (6, "8GiB", 192), (6, "650MiB", 48), (6, "480MiB", 12)],
 )
-def test_the_width_advised_is_the_roundest_that_fits(heads, budget, step):
-    sizes = {"layers": 300, "tokens": 1024, "vocabulary": 1000, "decoder_layers": 1,
-             "heads": heads}  # fmt: skip
-    width = plan(budget=budget, width=1536, **sizes).what_fits.width
+def test_the_width_advised_is_the_roundest_that_fits(num_heads, budget, step):
+    sizes = {"num_layers": 300, "tokens": 1024, "vocab_size": 1000, "decoder_layers": 1,
+             "num_heads": num_heads}  # fmt: skip
+    width = plan(budget=budget, dim=1536, **sizes).what_fits.dim
     assert width % step == 0
-    assert plan(budget=budget, width=width, **sizes).fits
-    assert not plan(budget=budget, width=width + step, **sizes).fits
+    assert plan(budget=budget, dim=width, **sizes).fits
+    assert not plan(budget=budget, dim=width + step, **sizes).fits
 
 
 def test_plain_forms_take_more_than_policies():
-    sizes = plan(budget="1TiB", layers=60, **MODEL).sizes
+    sizes = plan(budget="1TiB", num_layers=60, **MODEL).sizes
     stack, loop, residual, checkpointed = (eager_peak(sizes, form) for form in EAGER)
     keep, *_, states, history = (uniform_peak(sizes, policy) for policy in POLICIES)
     assert stack > loop > residual > keep > states >= history
@@ -277,5 +289,5 @@ def test_plain_forms_take_more_than_policies():
 
 def test_planning_takes_no_time():
     began = time.process_time()
-    assert plan(budget="80GiB", width=256, tokens=512).sizes.layers > 3000
+    assert plan(budget="80GiB", dim=256, tokens=512).sizes.num_layers > 3000
     assert time.process_time() - began < 5

@@ -31,9 +31,9 @@ def pad_attention(model):
 
 def encoder_step(sizes, policies, dtype, *, padding=False, accumulate=1):
     """Measured peak of a step of an encoder, its parameters included."""
-    layers, width, heads, ffn, tokens, options = sizes
-    encoder = TransformerEncoder(layers, width, heads, ffn, **{"dropout": 0.1} | options)
-    encoder.set_memory(policies)
+    layers, width, num_heads, ffn, tokens, options = sizes
+    encoder = TransformerEncoder(layers, width, num_heads, ffn, **{"dropout": 0.1} | options)
+    encoder.set_recompute(policies)
     if padding:
         pad_attention(encoder)
     shape = tokens // LENGTH, LENGTH
@@ -60,26 +60,27 @@ def padding_mask(batch, length):
 def drawn(seed, layers):
     """Sizes of an encoder: of a few layers wide ones, of many narrow ones."""
     draw = random.Random(seed)
-    heads = draw.choice([1, 2, 4])
-    width = heads * draw.choice([11, 12, 15] if layers > 10 else [12, 17, 32, 40])
+    num_heads = draw.choice([1, 2, 4])
+    width = num_heads * draw.choice([11, 12, 15] if layers > 10 else [12, 17, 32, 40])
     tokens = LENGTH * draw.choice([8, 13, 24])
     ffn = draw.choice([width, 2 * width + 1, 4 * width])
     options = {"connection": draw.choice(["dlcl", "residual", "latent"]),
                "norm": draw.choice(["pre", "post"]),
                "activation": draw.choice(["relu", "gelu"])}  # fmt: skip
-    return (layers, width, heads, ffn, tokens, options), draw.choice(["float32", "bfloat16"])
+    return (layers, width, num_heads, ffn, tokens, options), draw.choice(["float32", "bfloat16"])
 
 
 def check_encoder(sizes, policies, dtype, **step):
-    layers, width, heads, ffn, tokens, options = sizes
+    layers, width, num_heads, ffn, tokens, options = sizes
     kinds = dict(options)
     if "dlcl" in kinds:
-        kinds["weight"] = kinds.pop("dlcl")["weight"]
+        kinds["weight_type"] = kinds.pop("dlcl")["weight_type"]
     kinds["dropout"] = kinds.get("dropout", 0.1) > 0
     found = plan(
-        budget="1TiB", layers=layers, width=width, tokens=tokens, heads=heads, ffn=ffn,
-        vocabulary=0, decoder_layers=0, dtype=dtype, optimizer="none", device="cpu",
-        policies=policies, **kinds, **step,
+        budget="1TiB", num_layers=layers, dim=width, tokens=tokens, num_heads=num_heads,
+        ffn_dim=ffn,
+        vocab_size=0, decoder_layers=0, dtype=dtype, optimizer="none", device="cpu",
+        recompute=policies, **kinds, **step,
     )  # fmt: skip
     close(found.peak, encoder_step(sizes, policies, dtype, **step))
 
@@ -96,7 +97,7 @@ KINDS += [
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layers", [6, 18])
 def test_every_policy_is_predicted_within_5_percent(layers, kind, policy):
-    if policy == "history" and kind["connection"] not in MIXING:
+    if policy == "layer+input" and kind["connection"] not in MIXING:
         pytest.skip("there are no states to mix from")
     sizes, dtype = drawn(f"{layers} {kind} {policy}", layers)
     sizes[-1].update(kind)
@@ -106,18 +107,18 @@ def test_every_policy_is_predicted_within_5_percent(layers, kind, policy):
 LATENT = {"connection": "latent", "norm": "pre"}
 ENCODERS = {
     # Gradients need more memory than the activations of few tokens.
-    "weights scaled by gates": ((8, 64, 2, 256, 64, LATENT), "lean", "float32"),
-    "weights scaled by gates, bfloat16": ((8, 64, 2, 256, 64, LATENT), "states", "bfloat16"),
-    "25 layers of latent depth": ((25, 128, 2, 512, 128, LATENT), "keep", "float32"),
-    "RMS norms": ((8, 16, 2, 24, 384, {"norm_kind": "rms"}), "leaner", "float32"),
+    "weights scaled by gates": ((8, 64, 2, 256, 64, LATENT), "ffn", "float32"),
+    "weights scaled by gates, bfloat16": ((8, 64, 2, 256, 64, LATENT), "layer", "bfloat16"),
+    "25 layers of latent depth": ((25, 128, 2, 512, 128, LATENT), "none", "float32"),
+    "RMS norms": ((8, 16, 2, 24, 384, {"norm_type": "rms"}), "ffn+qkv", "float32"),
     "RMS norms, post-norm": (
-        (8, 16, 2, 24, 384, {"connection": "residual", "norm": "post", "norm_kind": "rms"}),
-        "leaner", "float32"),
+        (8, 16, 2, 24, 384, {"connection": "residual", "norm": "post", "norm_type": "rms"}),
+        "ffn+qkv", "float32"),
     # Wide heads and a narrow feed-forward block, so that keys and values have a large share.
-    "one head of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 1}), "keep", "float32"),
-    "two heads of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 2}), "leaner", "float32"),
-    "wide": ((6, 256, 4, 1024, 384, {}), "history", "float32"),
-    "two policies": ((10, 48, 4, 97, 208, {}), ["history"] * 6 + ["lean"] * 4, "bfloat16"),
+    "one head of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 1}), "none", "float32"),
+    "two heads of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 2}), "ffn+qkv", "float32"),
+    "wide": ((6, 256, 4, 1024, 384, {}), "layer+input", "float32"),
+    "two policies": ((10, 48, 4, 97, 208, {}), ["layer+input"] * 6 + ["ffn"] * 4, "bfloat16"),
 }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_an_encoder_is_predicted_within_5_percent(name):
     check_encoder(*ENCODERS[name])
 
 
-@pytest.mark.parametrize(("policy", "connection"), [("keep", "residual"), ("leaner", "dlcl")])
+@pytest.mark.parametrize(("policy", "connection"), [("none", "residual"), ("ffn+qkv", "dlcl")])
 def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
     """Attention works on padded copies, and its result is kept padded and packed."""
     sizes = 8, 64, 2, 256, 32 * LENGTH, {"connection": connection}
@@ -135,29 +136,30 @@ def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
 
 ATTENTION = {"connection": "attnres", "decoder_connection": "attnres"}
 MODELS = {
-    "keep": {},
-    "lean, bfloat16": {"policies": "lean", "dtype": "bfloat16"},
-    "leaner, post-norm": {"policies": "leaner", "norm": "post"},
-    "RMS norms": {"norm_kind": "rms"},
-    "history, bfloat16": {"policies": "history", "dtype": "bfloat16", "decoder_policies": "states"},
-    "states, gelu": {"policies": "states", "activation": "gelu"},
-    "two, and states": {"accumulate": 2, "policies": "states"},
-    "dlcl on both sides": {"decoder_connection": "dlcl", "policies": "history"},
-    "a long target": {"decoder_policies": "leaner", "target": 3 * LENGTH},
-    "two micro-batches": {"accumulate": 2, "policies": "lean"},
-    "a vocabulary that outweighs the rest": {"vocabulary": 6000, "policies": "states"},
+    "none": {},
+    "lean, bfloat16": {"recompute": "ffn", "dtype": "bfloat16"},
+    "leaner, post-norm": {"recompute": "ffn+qkv", "norm": "post"},
+    "RMS norms": {"norm_type": "rms"},
+    "history, bfloat16": {"recompute": "layer+input", "dtype": "bfloat16",
+        "decoder_recompute": "layer"},
+    "states, gelu": {"recompute": "layer", "activation": "gelu"},
+    "two, and states": {"accumulate": 2, "recompute": "layer"},
+    "dlcl on both sides": {"decoder_connection": "dlcl", "recompute": "layer+input"},
+    "a long target": {"decoder_recompute": "ffn+qkv", "target": 3 * LENGTH},
+    "two micro-batches": {"accumulate": 2, "recompute": "ffn"},
+    "a vocabulary that outweighs the rest": {"vocab_size": 6000, "recompute": "layer"},
     "latent on both sides": {"connection": "latent", "decoder_connection": "latent"},
     "latent, leaner, bfloat16": {"connection": "latent", "decoder_connection": "latent",
-                                 "policies": "leaner", "dtype": "bfloat16", "batch": 8},
+                                 "recompute": "ffn+qkv", "dtype": "bfloat16", "batch": 8},
     "attention residuals on both sides": ATTENTION | {"decoder_connection": "block_attnres"},
     "attention residuals, history, bfloat16": ATTENTION | {
-        "connection": "block_attnres", "policies": "history", "dtype": "bfloat16"},
-    "attention residuals, leaner, padding": ATTENTION | {"policies": "leaner", "padding": True},
-    "attention residuals, one read": ATTENTION | {"reads": 1, "policies": "states"},
-    "one weight per channel": {"weight": "vector", "policies": "lean"},
+        "connection": "block_attnres", "recompute": "layer+input", "dtype": "bfloat16"},
+    "attention residuals, leaner, padding": ATTENTION | {"recompute": "ffn+qkv", "padding": True},
+    "attention residuals, one read": ATTENTION | {"reads": 1, "recompute": "layer"},
+    "one weight per channel": {"weight_type": "vector", "recompute": "ffn"},
     # The shared embedding has three gradients, which are added up at the end.
-    "many words, few tokens": {"vocabulary": 9000, "batch": 4},
-    "many words, few tokens, twice": {"vocabulary": 9000, "batch": 4, "accumulate": 2},
+    "many words, few tokens": {"vocab_size": 9000, "batch": 4},
+    "many words, few tokens, twice": {"vocab_size": 9000, "batch": 4, "accumulate": 2},
 }  # fmt: skip
 
 
@@ -167,27 +169,30 @@ def test_a_whole_model_is_predicted_within_5_percent(name):
 
 
 def check_model(**changes):
-    case = {"policies": "keep", "dtype": "float32", "norm": "pre", "norm_kind": "layer",
+    case = {"recompute": "none", "dtype": "float32", "norm": "pre", "norm_type": "layer",
             "activation": "relu", "connection": "dlcl", "decoder_connection": "residual",
-            "target": LENGTH, "accumulate": 1, "vocabulary": 300, "weight": "scalar", "batch": 24,
-            "width": 64, "heads": 2, "ffn": 192, "layers": 5, "decoder_layers": 3, "dropout": 0.1,
+            "target": LENGTH, "accumulate": 1, "vocab_size": 300, "weight_type": "scalar",
+            "batch": 24,
+            "dim": 64, "num_heads": 2, "ffn_dim": 192, "num_layers": 5, "decoder_layers": 3,
+            "dropout": 0.1,
             "padding": False, "reads": None} | changes  # fmt: skip
     dtype, batch = case["dtype"], case["batch"]
-    decoder = case.get("decoder_policies", case["policies"])
+    decoder = case.get("decoder_recompute", case["recompute"])
     connections = case["connection"], case["decoder_connection"]
-    dlcl = {"weight": case["weight"]} if "dlcl" in connections else {}
+    dlcl = {"weight_type": case["weight_type"]} if "dlcl" in connections else {}
     model = Transformer(TransformerConfig(
-        vocab_size=case["vocabulary"], dim=case["width"], heads=case["heads"],
-        ffn_dim=case["ffn"], encoder_layers=case["layers"], decoder_layers=case["decoder_layers"],
+        vocab_size=case["vocab_size"], dim=case["dim"], num_heads=case["num_heads"],
+        ffn_dim=case["ffn_dim"], encoder_layers=case["num_layers"],
+        decoder_layers=case["decoder_layers"],
         encoder_connection=connections[0], decoder_connection=connections[1], norm=case["norm"],
-        norm_kind=case["norm_kind"], activation=case["activation"], dropout=case["dropout"],
+        norm_type=case["norm_type"], activation=case["activation"], dropout=case["dropout"],
         dlcl=dlcl,
         attnres_reads=case["reads"],
     ))  # fmt: skip
-    model.encoder.set_memory(case["policies"])
-    model.decoder.set_memory(decoder)
-    source = torch.randint(1, case["vocabulary"], (batch, LENGTH))
-    target = torch.randint(1, case["vocabulary"], (batch, case["target"]))
+    model.encoder.set_recompute(case["recompute"])
+    model.decoder.set_recompute(decoder)
+    source = torch.randint(1, case["vocab_size"], (batch, LENGTH))
+    target = torch.randint(1, case["vocab_size"], (batch, case["target"]))
     if case["padding"]:
         pad_attention(model)
         source[0, -1] = target[1, -1] = 0
@@ -199,10 +204,10 @@ def check_model(**changes):
             del loss
     found = plan(
         budget="1TiB", tokens=batch * LENGTH, device="cpu", dropout=case["dropout"] > 0,
-        decoder_policies=decoder, target_tokens=batch * case["target"],
+        decoder_recompute=decoder, target_tokens=batch * case["target"],
         **{key: case[key] for key in (
-            "layers", "width", "heads", "ffn", "vocabulary", "decoder_layers", "dtype",
-            "connection", "decoder_connection", "norm", "norm_kind", "policies", "activation",
+            "num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "decoder_layers", "dtype",
+            "connection", "decoder_connection", "norm", "norm_type", "recompute", "activation",
             "accumulate", "padding", "reads")}, **dlcl,
     )  # fmt: skip
     count = sum(p.numel() for p in model.parameters())
@@ -226,8 +231,10 @@ def test_sizes_at_random_are_predicted_within_5_percent(seed):
     """Encoders, and whole models with every third seed; `--drawn` tells how many."""
     draw = random.Random(f"sizes {seed}")
     layers = (1, 2, 3, draw.randint(4, 9))[seed % 4]
-    heads = draw.choice([1, 2, 4, 8])
-    width = heads * draw.choice([d for d in (2, 4, 6, 10, 16, 32, 64) if 16 <= d * heads <= 128])
+    num_heads = draw.choice([1, 2, 4, 8])
+    width = num_heads * draw.choice(
+        [d for d in (2, 4, 6, 10, 16, 32, 64) if 16 <= d * num_heads <= 128]
+    )
     ffn = draw.choice([draw.randint(3, width), width, 2 * width + 1, 4 * width])
     batch = draw.choice([4, 5, 8, 13, 24])
     kinds = ["dlcl", "residual", "latent", *ATTENTION_RESIDUALS]
@@ -242,19 +249,19 @@ def test_sizes_at_random_are_predicted_within_5_percent(seed):
     step = {"padding": draw.random() < 0.3, "accumulate": draw.choice([1, 1, 2])}
     dtype = draw.choice(["float32", "bfloat16"])
     if seed % 3 < 2:
-        options = kinds | ({"dlcl": {"weight": weight}} if connection == "dlcl" else {})
+        options = kinds | ({"dlcl": {"weight_type": weight}} if connection == "dlcl" else {})
         if connection not in ATTENTION_RESIDUALS:
             options.pop("reads", None)
-        sizes = layers, width, heads, ffn, batch * LENGTH, options
+        sizes = layers, width, num_heads, ffn, batch * LENGTH, options
         check_encoder(sizes, policies, dtype, **step)
         return
     count = draw.randint(1, 4)
     check_model(
-        layers=layers, width=width, heads=heads, ffn=ffn, batch=batch, dtype=dtype,
-        weight=weight, policies=policies,
-        decoder_layers=count, decoder_policies=policies_drawn(draw, count, decoder),
+        num_layers=layers, dim=width, num_heads=num_heads, ffn_dim=ffn, batch=batch, dtype=dtype,
+        weight_type=weight, recompute=policies,
+        decoder_layers=count, decoder_recompute=policies_drawn(draw, count, decoder),
         decoder_connection=decoder, target=draw.choice([4, 16, 23, 40]),
-        vocabulary=draw.choice([100, 300, 1000, 6000]), **kinds, **step,
+        vocab_size=draw.choice([100, 300, 1000, 6000]), **kinds, **step,
     )  # fmt: skip
 
 

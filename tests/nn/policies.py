@@ -1,4 +1,4 @@
-"""Small stacks under memory policies, and everything that a step of one gives."""
+"""Small stacks under recompute policies, and everything that a step of one gives."""
 
 import torch
 
@@ -13,7 +13,7 @@ CASES = {
     "dlcl": {},
     "dlcl, padding": {"padding": True, "activation_dropout": 0.2},
     "dlcl, gelu": {"activation": "gelu", "activation_dropout": 0.2, "attention_dropout": 0.1},
-    "dlcl, window": {"dlcl": {"window": 3, "weight": "vector"}},
+    "dlcl, window": {"dlcl": {"window": 3, "weight_type": "vector"}},
     "dlcl, post": {"norm": "post"},
     "dlcl, no norm": {"dlcl": {"norm": None}},
     "dlcl, no norm, post": {"dlcl": {"norm": None}, "norm": "post"},
@@ -38,18 +38,18 @@ CASES = {
     "groups, window": {"num_kv_heads": 1, "window": (2, 1), "padding": True},
     "decoder, groups, window": {"decoder": True, "num_kv_heads": 1, "window": 3},
     "mudd, groups": {"connection": "mudd", "num_kv_heads": 1},
-    "rms": {"norm_kind": "rms"},
-    "rms, post, window": {"norm_kind": "rms", "norm": "post", "dlcl": {"window": 3}},
-    "rms, residual": {"norm_kind": "rms", "connection": "residual"},
-    "no norms": {"norm_kind": "none", "connection": "residual"},
-    "rms, decoder, post": {"norm_kind": "rms", "decoder": True, "norm": "post"},
+    "rms": {"norm_type": "rms"},
+    "rms, post, window": {"norm_type": "rms", "norm": "post", "dlcl": {"window": 3}},
+    "rms, residual": {"norm_type": "rms", "connection": "residual"},
+    "no norms": {"norm_type": "none", "connection": "residual"},
+    "rms, decoder, post": {"norm_type": "rms", "decoder": True, "norm": "post"},
 }
 
 
 def allowed(case, policies=POLICIES):
     """The policies that a case may have: without states no layer's input comes from them."""
     mixes = CONNECTIONS[CASES[case].get("connection", "dlcl")].mixes
-    return [policy for policy in policies if mixes or policy != "history"]
+    return [policy for policy in policies if mixes or policy != "layer+input"]
 
 
 def pairs(cases, policies=POLICIES):
@@ -57,10 +57,10 @@ def pairs(cases, policies=POLICIES):
     return [(case, policy) for case in cases for policy in allowed(case, policies)]
 
 
-def stack(memory, *, layers=LAYERS, decoder=False, padding=False, **options):
+def stack(recompute, *, layers=LAYERS, decoder=False, padding=False, **options):
     torch.manual_seed(1)
     kind = TransformerDecoder if decoder else TransformerEncoder
-    return kind(layers, DIM, HEADS, FFN, dropout=0.1, memory=memory, **options)
+    return kind(layers, DIM, HEADS, FFN, dropout=0.1, recompute=recompute, **options)
 
 
 def forward(module, *, padding=False):

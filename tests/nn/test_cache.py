@@ -57,14 +57,14 @@ def test_a_step_has_no_gradients():
     assert not decoder.step(x, cache).requires_grad
 
 
-@pytest.mark.parametrize("norm_kind", ["layer", "rms"])
+@pytest.mark.parametrize("norm_type", ["layer", "rms"])
 @pytest.mark.parametrize("connection", ["residual", "dlcl"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_a_step_computes_what_the_modules_do(dtype, connection, norm_kind):
+def test_a_step_computes_what_the_modules_do(dtype, connection, norm_type):
     """Also with grouped heads, and with gelu."""
     torch.manual_seed(0)
     decoder = TransformerDecoder(
-        3, DIM, 4, FFN, num_kv_heads=2, connection=connection, norm_kind=norm_kind,
+        3, DIM, 4, FFN, num_kv_heads=2, connection=connection, norm_type=norm_type,
         activation="gelu",
     )  # fmt: skip
     decoder.eval().to(dtype)

@@ -48,10 +48,10 @@ def trained(step, parameters):
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("memory", [policy for policy in POLICIES if policy not in RERUN])
-def test_an_encoder_with_a_loss(memory, norm):
+@pytest.mark.parametrize("recompute", [policy for policy in POLICIES if policy not in RERUN])
+def test_an_encoder_with_a_loss(recompute, norm):
     encoder = TransformerEncoder(
-        5, D, 2, 2 * D, norm=norm, dropout=0.1, activation_dropout=0.1, memory=memory
+        5, D, 2, 2 * D, norm=norm, dropout=0.1, activation_dropout=0.1, recompute=recompute
     )
     words = torch.randn(WORDS, D, requires_grad=True)
     labels = torch.zeros(B * S, dtype=torch.int64)
@@ -64,7 +64,9 @@ def test_an_encoder_with_a_loss(memory, norm):
     assert not trained(step, [words, *encoder.parameters()])
 
 
-@pytest.mark.parametrize("dlcl", [{"window": 3}, {"softmax": True}, {"weight": "vector"}], ids=str)
+@pytest.mark.parametrize(
+    "dlcl", [{"window": 3}, {"softmax": True}, {"weight_type": "vector"}], ids=str
+)
 def test_a_decoder(dlcl):
     decoder = TransformerDecoder(5, D, 2, 2 * D, dropout=0.1, dlcl=dlcl)
     x, encoded = torch.randn(2, B * S, D)

@@ -74,24 +74,24 @@ def layer(kind, **options):
 MODULES = {
     "padded encoder layer": layer(Padded, num_kv_heads=1, window=(1, 2)),
     "post-norm decoder layer": layer(TransformerDecoderLayer, norm="post"),
-    "vector": lambda: Stack(norm=None, weight="vector", softmax=True, window=2),
-    "group": lambda: Stack(norm="post", weight="group", groups=4),
+    "vector": lambda: Stack(norm=None, weight_type="vector", softmax=True, window=2),
+    "group": lambda: Stack(norm="post", weight_type="group", groups=4),
     "attention residuals": lambda: Stack(kind=AttentionResiduals),
 }
 MORE = {
     "post-norm encoder layer": layer(TransformerEncoderLayer, norm="post"),
     "decoder layer": layer(TransformerDecoderLayer),
     "encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0),
-    "rms encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm_kind="rms"),
+    "rms encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm_type="rms"),
     "post-norm encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm="post"),
     "dlcl": Stack,
     "attention residuals in blocks": lambda: Stack(kind=AttentionResiduals, block=2),
-    "relu": lambda: Stack(kind=AttentionResiduals, weights="relu"),
-    "rms": lambda: Stack(norm_kind="rms"),
-    "vector alone": lambda: Stack(norm=None, weight="vector"),
+    "relu": lambda: Stack(kind=AttentionResiduals, score_function="relu"),
+    "rms": lambda: Stack(norm_type="rms"),
+    "vector alone": lambda: Stack(norm=None, weight_type="vector"),
     "softmax": lambda: Stack(softmax=True, window=2),
     "period": lambda: Stack(period=2, normalize_embedding=True),
-    "rms post": lambda: Stack(norm="post", norm_kind="rms"),
+    "rms post": lambda: Stack(norm="post", norm_type="rms"),
     "fixed": lambda: Stack(norm="post", learnable=False, normalize_embedding=True),
 }
 
@@ -143,8 +143,8 @@ def test_a_whole_stack_under_autocast():
 # ---- layers compiled one by one ------------------------------------------------------------------
 
 STACKS = [
-    ("layers", {"connection": "attnres", "memory": "leaner"}),
-    ("stack", {"memory": "states"}),
+    ("layers", {"connection": "attnres", "recompute": "ffn+qkv"}),
+    ("stack", {"recompute": "layer"}),
 ]
 STACKS += [
     pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -154,9 +154,9 @@ STACKS += [
             for name in ("dlcl", "attnres", "block_attnres", "residual")
         ),
         ("layers", {"norm": "post"}),
-        *(("layers", {"memory": name, "dropout": 0.1}) for name in ("lean", "history")),
-        *(("layers", {"memory": name}) for name in ("lean", "states", "history")),
-        *(("stack", {"memory": name}) for name in ("lean", "leaner", "history")),
+        *(("layers", {"recompute": name, "dropout": 0.1}) for name in ("ffn", "layer+input")),
+        *(("layers", {"recompute": name}) for name in ("ffn", "layer", "layer+input")),
+        *(("stack", {"recompute": name}) for name in ("ffn", "ffn+qkv", "layer+input")),
     )
 ]
 
@@ -167,8 +167,8 @@ def test_stacks_under_memory_policies(what, options):
     stack. Layers share their code and its guards, so that one compilation serves all of them."""
     options = {"dropout": 0.0} | options
     module, plain = (
-        TransformerEncoder(2, DIM, HEADS, FFN, **options | memory)
-        for memory in ({}, {"memory": "keep"})
+        TransformerEncoder(2, DIM, HEADS, FFN, **options | recompute)
+        for recompute in ({}, {"recompute": "none"})
     )
     plain.load_state_dict(module.state_dict())
     counter, frames = CompileCounterWithBackend("aot_eager"), []

@@ -1,5 +1,5 @@
 """One training step on two ranks, connected by gloo on the CPU: replicated and sharded forms with
-memory policies, each against a plain one in the same process that keeps everything."""
+recompute policies, each against a plain one in the same process that keeps everything."""
 
 import pytest
 import torch
@@ -9,19 +9,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepfast.nn import TransformerEncoder
 
-STACKS = ("pre/keep", "post/keep", "pre/leaner", "pre/history", "post/states")
+STACKS = ("pre/none", "post/none", "pre/ffn+qkv", "pre/layer+input", "post/layer")
 FORMS = [f"{form}/{stack}" for form in ("ddp", "fsdp") for stack in STACKS]
-FORMS += [f"{form}/attnres/{memory}" for form in ("ddp", "fsdp") for memory in ("keep", "leaner")]
-FORMS += ["fsdp/attnres/history", "latent/pre/keep", "latent/post/states"]
+FORMS += [
+    f"{form}/attnres/{recompute}" for form in ("ddp", "fsdp") for recompute in ("none", "ffn+qkv")
+]
+FORMS += ["fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer"]
 
 
-def encoder(kind, memory="keep"):
+def encoder(kind, recompute="none"):
     """kind: the norm, with DLCL; or "attnres", where each sublayer is a call of its layer."""
     options = {"norm": kind}
     if kind == "attnres":
         options = {"connection": kind}
     torch.manual_seed(0)
-    return TransformerEncoder(4, 16, 2, 24, dropout=0.0, memory=memory, **options)
+    return TransformerEncoder(4, 16, 2, 24, dropout=0.0, recompute=recompute, **options)
 
 
 def batch():
@@ -38,8 +40,8 @@ def averaged_grads(module):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def ddp(norm, memory):
-    plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm, memory))
+def ddp(norm, recompute):
+    plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm, recompute))
     for module in (plain, wrapped):
         module(batch()).square().sum().backward()
     expected = averaged_grads(plain)
@@ -47,19 +49,27 @@ def ddp(norm, memory):
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def latent(norm, memory):
+def latent(norm, recompute):
     """Each rank has its own language, skips other layers in evaluation, and has drawn a different
     number of random numbers. Both must draw the same gates."""
 
-    def stack(memory):
+    def stack(recompute):
         torch.manual_seed(0)
         options = {"languages": 2, "hard": True}
         return TransformerEncoder(
-            4, 16, 2, 24, connection="latent", norm=norm, dropout=0.0, memory=memory, latent=options
+            4,
+            16,
+            2,
+            24,
+            connection="latent",
+            norm=norm,
+            dropout=0.0,
+            recompute=recompute,
+            latent=options,
         )
 
     rank = dist.get_rank()
-    plain, module = stack("keep"), stack(memory)
+    plain, module = stack("none"), stack(recompute)
     wrapped = DistributedDataParallel(module)
     torch.rand(1 + rank)
     for step in (1, 2):
@@ -81,9 +91,9 @@ def latent(norm, memory):
         wrapped.train()
 
 
-def fsdp(norm, memory):
+def fsdp(norm, recompute):
     """bf16 compute, sharded layer by layer; the connection, with W, keeps its fp32 parameters."""
-    plain, module = encoder(norm), encoder(norm, memory)
+    plain, module = encoder(norm), encoder(norm, recompute)
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     full = MixedPrecisionPolicy(param_dtype=None, cast_forward_inputs=False)
     for layer in module.layers:
@@ -112,8 +122,8 @@ def fsdp(norm, memory):
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def step(form, norm, memory):
-    {"ddp": ddp, "fsdp": fsdp, "latent": latent}[form](norm, memory)
+def step(form, norm, recompute):
+    {"ddp": ddp, "fsdp": fsdp, "latent": latent}[form](norm, recompute)
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Memory policies: the same bits as `keep` in every kind of step, with hooks on layers too."""
+"""Recompute policies: the same bits as `none` in every kind of step, with hooks on layers too."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from tests.nn.policies import (
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_keep(case):
     padding = CASES[case].get("padding", False)
-    expected = step(stack("keep", **CASES[case]), padding=padding)
+    expected = step(stack("none", **CASES[case]), padding=padding)
     for policy in allowed(case, OTHERS):
         module = stack(policy, **CASES[case])
         assert module.policies == (policy,) * LAYERS
@@ -37,10 +37,10 @@ def test_the_same_bits_as_keep(case):
 @pytest.mark.parametrize("case", ["dlcl", "residual", "decoder", "dlcl, post", "decoder, latent",
                                   "attnres", "attnres, one read", "decoder, attnres"])  # fmt: skip
 def test_the_same_bits_under_autocast(case):
-    expected = step(stack("keep", **CASES[case]), autocast=True)
+    expected = step(stack("none", **CASES[case]), autocast=True)
     for policy in allowed(case, OTHERS):
         got = step(stack(policy, **CASES[case]), autocast=True)
-        if policy == "states" and case in ("dlcl", "decoder", "attnres, one read"):
+        if policy == "layer" and case in ("dlcl", "decoder", "attnres, one read"):
             # Recomputation rounds x to bf16 before its layer-norm, forward rounds after it.
             for name, value in expected.items():
                 torch.testing.assert_close(got[name], value, rtol=0.05, atol=0.05)
@@ -174,26 +174,26 @@ WAYS |= {"frozen": frozen_before_backward(True), "unfrozen": frozen_before_backw
 def test_the_same_bits_whatever_the_step(case, way):
     if way == "norms_without_parameters" and case == "dlcl, post":
         pytest.skip("the stack has no norms")
-    expected = WAYS[way](stack("keep", **CASES[case]))
+    expected = WAYS[way](stack("none", **CASES[case]))
     for policy in OTHERS:
         assert_same(WAYS[way](stack(policy, **CASES[case])), expected)
 
 
 def test_every_layer_its_own_policy():
-    expected = step(stack("keep"))
+    expected = step(stack("none"))
     for policies in (POLICIES, POLICIES[::-1]):
         assert_same(step(stack(policies)), expected)
-    plan = SimpleNamespace(policies=("history", "states", "states", "keep", "lean"))
-    module = stack("keep")
-    module.set_memory(plan)
-    assert module.policies == plan.policies
+    plan = SimpleNamespace(recompute=("layer+input", "layer", "layer", "none", "ffn"))
+    module = stack("none")
+    module.set_recompute(plan)
+    assert module.policies == plan.recompute
     assert_same(step(module), expected)
 
 
 @pytest.mark.parametrize("policy", OTHERS)
 def test_a_retained_graph(policy):
     """Residual layers can run again a second time; DLCL's states are gone, as without a policy."""
-    if policy != "history":
+    if policy != "layer+input":
         module = stack(policy, connection="residual")
         (x,), y = forward(module)
         y.sum().backward(retain_graph=True)
@@ -209,26 +209,26 @@ def test_a_retained_graph(policy):
 @pytest.mark.parametrize(("case", "policy"), pairs(["dlcl", "residual", "decoder, post"]))
 def test_inference_mode(case, policy):
     with torch.no_grad():
-        expected = forward(stack("keep", **CASES[case]).eval())[1]
+        expected = forward(stack("none", **CASES[case]).eval())[1]
     with torch.inference_mode():
         assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
 
 
 def test_a_plan_has_policies_for_either_side():
-    plan = SimpleNamespace(policies=("history",) * LAYERS, decoder_policies=("lean",) * LAYERS)
-    assert stack(plan).policies == plan.policies
-    assert stack(plan, decoder=True).policies == plan.decoder_policies
+    plan = SimpleNamespace(recompute=("layer+input",) * LAYERS, decoder_recompute=("ffn",) * LAYERS)
+    assert stack(plan).policies == plan.recompute
+    assert stack(plan, decoder=True).policies == plan.decoder_recompute
 
 
 def test_wrapped_layers_get_their_policy():
-    module = stack("keep")
+    module = stack("none")
     module.layers[1] = nn.Sequential(module.layers[1])
-    module.set_memory("lean")
-    assert module.layers[1][0].memory == "lean"
+    module.set_recompute("ffn")
+    assert module.layers[1][0].recompute == "ffn"
 
 
 def test_an_unknown_policy_changes_nothing():
-    module = stack("lean")
+    module = stack("ffn")
     with pytest.raises(ValueError, match="got 'most'"):
-        module.set_memory("most")
-    assert module.policies == ("lean",) * LAYERS
+        module.set_recompute("most")
+    assert module.policies == ("ffn",) * LAYERS

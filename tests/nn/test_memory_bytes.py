@@ -1,4 +1,4 @@
-"""Memory policies: the bytes they keep, the products they recompute, and no leaks."""
+"""Recompute policies: the bytes they keep, the products they recompute, and no leaks."""
 
 import gc
 from collections import Counter
@@ -33,20 +33,20 @@ def kept(connection, policy, layers, norm, reads=None):
     return forward / (4 * tokens * DIM), live.peak / (4 * tokens * DIM)
 
 
-# Connection, norm, reads of a layer, and in states (T, D) what it keeps, under "keep" without h.
+# Connection, norm, reads of a layer, and in states (T, D) what it keeps, under "none" without h.
 WIDTHS = [
     # A state y; n, q k v, o and s. In post-norm the sum before the last layer-norm beside.
-    ("dlcl", "pre", 1, {"keep": 7, "lean": 7, "leaner": 4, "states": 2, "history": 1}),
-    ("residual", "pre", 1, {"keep": 6, "lean": 6, "leaner": 3, "states": 1}),
-    ("dlcl", "post", 1, {"keep": 8, "lean": 8, "leaner": 5, "states": 2, "history": 1}),
-    ("residual", "post", 1, {"keep": 7, "lean": 7, "leaner": 4, "states": 1}),
+    ("dlcl", "pre", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 2, "layer+input": 1}),
+    ("residual", "pre", 1, {"none": 6, "ffn": 6, "ffn+qkv": 3, "layer": 1}),
+    ("dlcl", "post", 1, {"none": 8, "ffn": 8, "ffn+qkv": 5, "layer": 2, "layer+input": 1}),
+    ("residual", "post", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 1}),
     # A state for each read; where each sublayer reads, neither n nor s.
     *(
         case
         for name in ATTENTION_RESIDUALS
         for case in (
-            (name, "pre", 1, {"keep": 7, "lean": 7, "leaner": 4, "states": 2, "history": 1}),
-            (name, "pre", 2, {"keep": 6, "lean": 6, "leaner": 3, "states": 2, "history": 2}),
+            (name, "pre", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 2, "layer+input": 1}),
+            (name, "pre", 2, {"none": 6, "ffn": 6, "ffn+qkv": 3, "layer": 2, "layer+input": 2}),
         )
     ),
 ]  # fmt: skip
@@ -54,12 +54,12 @@ WIDTHS = [
 
 @pytest.mark.parametrize(("connection", "norm", "reads", "widths"), WIDTHS)
 def test_bytes_of_a_layer(connection, norm, reads, widths):
-    """ "keep" keeps h beside; statistics, (T,) each, come to less than one state here."""
+    """ "none" keeps h beside; statistics, (T,) each, come to less than one state here."""
     attends = connection in ATTENTION_RESIDUALS
     # Six numbers for each row and token of attention over depth.
     statistics = 6 * reads / DIM if attends else 0
     for policy, width in widths.items():
-        width += FFN / DIM if policy == "keep" else 0
+        width += FFN / DIM if policy == "none" else 0
         few, more = (
             kept(connection, policy, n, norm, reads if attends else None)[0] for n in (2, 6)
         )
@@ -110,21 +110,21 @@ class Products(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("policy", "again"), [("lean", 4), ("leaner", 7), ("states", 8)])
+@pytest.mark.parametrize(("policy", "again"), [("ffn", 4), ("ffn+qkv", 7), ("layer", 8)])
 def test_products_made_again(policy, again):
     """Recomputed out of the 12 D^2 of a layer's forward with F = 4 D; never the last 4 D^2."""
     dim, tokens = 32, 24
 
-    def count(memory):
-        module = TransformerEncoder(1, dim, 2, 4 * dim, dropout=0.1, memory=memory)
+    def count(recompute):
+        module = TransformerEncoder(1, dim, 2, 4 * dim, dropout=0.1, recompute=recompute)
         x = torch.randn(tokens, dim, requires_grad=True)
         with Products() as products:
             module.forward_packed(x, Packing(3, 8)).sum().backward()
         return products.counts
 
-    keep, counts = count("keep"), count(policy)
+    keep, counts = count("none"), count(policy)
     attention = "deepfast.attention"
-    assert counts.pop(attention) == keep.pop(attention) * (2 if policy == "states" else 1)
+    assert counts.pop(attention) == keep.pop(attention) * (2 if policy == "layer" else 1)
     extra = sum(counts.values()) - sum(keep.values())
     assert extra == 2 * again * tokens * dim * dim
     assert sum(keep.values()) > 2 * 36 * tokens * dim * dim

@@ -1,7 +1,7 @@
 """What is run again in backward uses what forward used, or backward raises one clear error.
 
 The stack changes between forward and backward. The gradients must be those of an unchanged stack
-under the policy "keep".
+under the policy "none".
 """
 
 import functools
@@ -27,7 +27,7 @@ from tests.nn.policies import (
 )
 from tests.nn.policies import stack as any_stack
 
-REFUSED = "memory policy|modified by an inplace operation"
+REFUSED = "recompute policy|modified by an inplace operation"
 LAYER = 1
 """The layer that changes."""
 
@@ -42,7 +42,7 @@ READ = [f"{part}.weight" for part in (
 
 
 def unchanged(case="dlcl"):
-    module = stack("keep", **CASES[case])
+    module = stack("none", **CASES[case])
     return gradients(module, *forward(module))
 
 
@@ -65,7 +65,7 @@ def equal_or_refused(module, inputs, y, expected, among=None):
 def test_a_parameter_modified_in_place(case, policy):
     """Every parameter of a layer, one at a time, biases among them."""
     expected = unchanged(case)
-    plain = stack("keep", **CASES[case])
+    plain = stack("none", **CASES[case])
     names = [f"layers.{LAYER}.{name}" for name, _ in plain.layers[LAYER].named_parameters()]
     names += [name for name, _ in plain.connection.named_parameters("connection")]
     for name in names:
@@ -150,7 +150,7 @@ def scale_in_place(layer):
 
 def change_options(layer):
     layer.dropout = layer.feed_forward.dropout = layer.attention.dropout = 0.7
-    layer.memory, layer.feed_forward.activation = "leaner", "gelu"
+    layer.recompute, layer.feed_forward.activation = "ffn+qkv", "gelu"
 
 
 def add_hooks(layer):
@@ -194,7 +194,7 @@ def test_a_layer_changed_before_backward(change, policy):
         prepare(module.layers[LAYER])
         return module, *forward(module)
 
-    module, inputs, y = run("keep")
+    module, inputs, y = run("none")
     expected = gradients(module, inputs, y)
     module, inputs, y = run(policy)
     alter(module.layers[LAYER])
@@ -230,7 +230,7 @@ def test_the_encoder_output_modified_in_place(case, policy):
         encoded, packing = source * 1, Packing(BATCH, LENGTH)
         return module, [x, source], module.forward_packed(x, packing, encoded, packing), encoded
 
-    expected = gradients(*run("keep")[:3])
+    expected = gradients(*run("none")[:3])
     *ran, encoded = run(policy)
     with torch.no_grad():
         encoded.add_(1)
@@ -267,7 +267,7 @@ def test_autocast_around_backward_does_not_reach_the_rerun(policy):
 
 
 def test_a_layer_must_do_the_same_both_times():
-    module, calls = stack("states"), []
+    module, calls = stack("layer"), []
 
     def fickle(_module, inputs):
         calls.append(1)
@@ -280,7 +280,7 @@ def test_a_layer_must_do_the_same_both_times():
 
 
 def test_an_exception_in_a_rerun_reaches_the_user():
-    module, calls = stack("history"), []
+    module, calls = stack("layer+input"), []
 
     def broken(*_):
         calls.append(1)
@@ -314,11 +314,11 @@ def test_an_attention_may_be_given_something_else(case, policy):
         inputs = [x, x.detach() * 0.5] if "decoder" in case else [x]
         return gradients(module, [], module(*inputs).pow(3))
 
-    torch.testing.assert_close(run(policy, False), run("keep", True))
+    torch.testing.assert_close(run(policy, False), run("none", True))
 
 
 def test_history_after_its_states_are_gone_is_an_error():
-    module, seen = stack("history"), []
+    module, seen = stack("layer+input"), []
     module.layers[2].register_forward_hook(lambda _m, _a, out: seen.append(out))
     _, y = forward(module)
     weight = module.layers[0].feed_forward.up.weight

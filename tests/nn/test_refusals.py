@@ -26,13 +26,13 @@ from deepfast.nn import (
 )
 from deepfast.nn.connections.fusion import FUSIONS
 
-LAYER = {"dim": 8, "heads": 2, "ffn_dim": 16}
+LAYER = {"dim": 8, "num_heads": 2, "ffn_dim": 16}
 SIZES = {
     TransformerEncoder: LAYER | {"num_layers": 5},
     TransformerDecoder: LAYER | {"num_layers": 5},
     TransformerEncoderLayer: LAYER,
     TransformerDecoderLayer: LAYER,
-    MultiheadAttention: {"dim": 8, "heads": 2},
+    MultiheadAttention: {"dim": 8, "num_heads": 2},
     LayerNorm: {"dim": 4},
     RMSNorm: {"dim": 4},
     MUDD: {"num_layers": 2, "dim": 8},
@@ -49,7 +49,7 @@ OPTIONS = [
     (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post, got 'sandwich'"),
     (STACKS, {"connection": "dense"}, "connection must be one of .*got 'dense'"),
     (STACKS, {"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
-    (STACKS, {"heads": 5}, "heads must divide dim 8, got 5"),
+    (STACKS, {"num_heads": 5}, "num_heads must divide dim 8, got 5"),
     (STACKS, {"num_layers": 0}, f"num_layers {ONE} 0"),
     (STACKS, {"num_layers": 1.5, "connection": "residual"}, f"num_layers {ONE} 1.5"),
     (STACKS, {"num_layers": 10**12}, "num_layers must be at most 65536, got 10+$"),
@@ -70,24 +70,25 @@ OPTIONS = [
     (ENCODER, {"connection": "attnres", "reads": 3}, "reads must be a whole num"),
     (ENCODER, {"reads": 2}, "reads must be 1 or None where connection='dlcl'"),
     (ENCODER, {"connection": "mudd", "norm": "post"}, "'mudd' needs norm='pre', got 'post'"),
-    (ENCODER, {"norm_kind": "none"}, "norm_kind='none' needs norm='pre' and the connection resid"),
-    (ENCODER, {"norm_kind": "none", "connection": "latent", "norm": "post"}, "'none' needs norm="),
-    (ENCODER, {"memory": "less"}, "expected one of keep, lean, .*, got 'less'"),
-    (ENCODER, {"memory": ["keep", "lean"]}, "one policy for each of 5 layers, got 2"),
-    (ENCODER, {"memory": 3}, "expected a policy, one for each layer, or a plan"),
+    (ENCODER, {"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection resid"),
+    (ENCODER, {"norm_type": "none", "connection": "latent", "norm": "post"}, "'none' needs norm="),
+    (ENCODER, {"recompute": "less"}, "expected one of none, ffn, .*, got 'less'"),
+    (ENCODER, {"recompute": ["none", "ffn"]}, "one policy for each of 5 layers, got 2"),
+    (ENCODER, {"recompute": 3}, "expected a policy, one for each layer, or a plan"),
     *(
-        (ENCODER, {"memory": "history", "connection": name}, "'history' recomputes inputs from the "
-         "states of a depth .*use 'states'")
+        (ENCODER, {"recompute": "layer+input", "connection": name},
+        "'layer.input' recomputes inputs from the "
+         "states of a depth .*use 'layer'")
         for name in ("residual", "mudd")
     ),
     (LAYERS, {"first_norm": 0}, "first_norm must be True or False"),
     (LAYERS, {"later_norms": 0}, "later_norms must be True or False"),
-    (ATTENTION, {"dim": 0, "heads": 1}, f"dim {ONE} 0"),
-    (ATTENTION, {"heads": 0}, f"heads {ONE} 0"),
-    (ATTENTION, {"heads": 3}, "heads must divide dim 8, got 3"),
+    (ATTENTION, {"dim": 0, "num_heads": 1}, f"dim {ONE} 0"),
+    (ATTENTION, {"num_heads": 0}, f"num_heads {ONE} 0"),
+    (ATTENTION, {"num_heads": 3}, "num_heads must divide dim 8, got 3"),
     (ATTENTION, {"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
     (ATTENTION, {"num_kv_heads": 0}, f"num_kv_heads {ONE} 0"),
-    (ATTENTION, {"num_kv_heads": 4}, "num_kv_heads must divide heads 2, got 4"),
+    (ATTENTION, {"num_kv_heads": 4}, "num_kv_heads must divide num_heads 2, got 4"),
     (ATTENTION, {"window": "wide"}, "window must be None, a whole number .*, got 'wide'"),
     (ATTENTION, {"window": (1, -2)}, r"window must be None, a whole number .*, got \(1, -2\)"),
     (ATTENTION, {"window": 3, "cross": True}, "window must be None where cross is True, got 3"),
@@ -114,7 +115,7 @@ OPTIONS = [
     (LATENT, {"languages": 1.5}, f"languages {ONE} 1.5"),
     (LATENT, {"hard": "no"}, "hard must be True or False, got 'no'"),
     (LATENT, {"seed": 1.5}, "seed must be a whole number, got 1.5"),
-    (FUSION, {"kind": "sum"}, "kind must be one of .*got 'sum'"),
+    (FUSION, {"fusion_type": "sum"}, "fusion_type must be one of .*got 'sum'"),
     (FUSION, {"activation": "gelu"}, "activation must be one of .*got 'gelu'"),
     (FUSION, {"hops": 0}, f"hops {ONE} 0"),
     (FUSION, {"shared": "no"}, "shared must be True or False, got 'no'"),
@@ -133,7 +134,7 @@ OPTIONS = [
 def test_options(kinds, options, words):
     """Errors begin with the class or the argument that the user knows."""
     for kind in kinds:
-        known = f"{kind.__name__}(Layer)?|MultiheadAttention|DLCL|memory"
+        known = f"{kind.__name__}(Layer)?|MultiheadAttention|DLCL|recompute"
         with pytest.raises(ValueError, match=f"^({known}): .*{words}"):
             kind(**SIZES[kind] | options)
 

@@ -19,12 +19,14 @@ from deepfast.nn.layers import FeedForward
 
 FIXED = {
     "dlcl": lambda: DLCL(4, 6),
-    "dlcl rms": lambda: DLCL(4, 6, norm_kind="rms"),
-    "dlcl post": lambda: DLCL(4, 6, norm="post", weight="vector", init="one", window=2),
+    "dlcl rms": lambda: DLCL(4, 6, norm_type="rms"),
+    "dlcl post": lambda: DLCL(4, 6, norm="post", weight_type="vector", init="one", window=2),
     "denseformer": lambda: DLCL(5, 6, norm=None, init="identity", dilation=2, period=2),
-    "softmax": lambda: DLCL(4, 6, softmax=True, weight="group", groups=2),
+    "softmax": lambda: DLCL(4, 6, softmax=True, weight_type="group", groups=2),
     "softmax identity": lambda: DLCL(4, 6, softmax=True, init="identity"),
-    "attention residuals": lambda: AttentionResiduals(4, 6, norm_weight=True, weights="relu"),
+    "attention residuals": lambda: AttentionResiduals(
+        4, 6, norm_affine=True, score_function="relu"
+    ),
     "layer_norm": lambda: LayerNorm(6),
     "rms_norm": lambda: RMSNorm(6),
     "transparent": lambda: TransparentAttention(3, 2, 6),

@@ -23,15 +23,15 @@ PADDINGS = pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "pa
 KINDS = pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
 OPTIONS = [
     {"connection": "residual"},
-    {"connection": "residual", "norm_kind": "rms"},
+    {"connection": "residual", "norm_type": "rms"},
     {"connection": "residual", "num_kv_heads": 1, "window": 1},
     {"connection": "latent", "latent": {"languages": 3}},
     {"connection": "latent", "latent": {"hard": True}},
-    {"dlcl": {"window": 3}, "norm_kind": "rms"},
-    {"dlcl": {"norm_kind": "layer"}, "norm_kind": "rms"},
+    {"dlcl": {"window": 3}, "norm_type": "rms"},
+    {"dlcl": {"norm_type": "layer"}, "norm_type": "rms"},
     {"dlcl": {}, "num_kv_heads": 1, "window": (2, 1)},
-    {"dlcl": {"weight": "vector", "init": "one"}},
-    {"dlcl": {"weight": "group", "groups": 4, "window": 3, "normalize_embedding": True}},
+    {"dlcl": {"weight_type": "vector", "init": "one"}},
+    {"dlcl": {"weight_type": "group", "groups": 4, "window": 3, "normalize_embedding": True}},
     {"dlcl": {"softmax": True, "learnable": False}},
     {"dlcl": {"norm": None, "init": "identity", "learnable": False}},
     {"connection": "denseformer", "dlcl": {"dilation": 2}},
@@ -42,8 +42,8 @@ PRE_NORM = [
     {"connection": "block_attnres", "block": 2},
     {"connection": "block_attnres", "block": 2, "reads": 1},
     {"connection": "mudd"},
-    {"connection": "mudd", "norm_kind": "rms"},
-    {"connection": "latent", "norm_kind": "none"},
+    {"connection": "mudd", "norm_type": "rms"},
+    {"connection": "latent", "norm_type": "none"},
 ]
 STACKS = [({"norm": norm} | options) for options in OPTIONS for norm in ("pre", "post")] + PRE_NORM
 

@@ -32,7 +32,7 @@ def norm_of(m, x):
 def attend(m, x, encoded=None, padding=None, causal=False):
     """Multi-head attention written out on (B, S, D); x may be one input each for queries, keys and
     values."""
-    width = m.dim // m.heads
+    width = m.dim // m.num_heads
     if m.cross:
         q = m.query(x)
         k, v = m.key_value(encoded).chunk(2, -1)
@@ -42,7 +42,7 @@ def attend(m, x, encoded=None, padding=None, causal=False):
 
     def heads(t):
         t = t.unflatten(-1, (-1, width)).transpose(1, 2)
-        return t.repeat_interleave(m.heads // t.shape[1], 1)
+        return t.repeat_interleave(m.num_heads // t.shape[1], 1)
 
     q, k, v = heads(q), heads(k), heads(v)
     score = q @ k.transpose(-1, -2) / math.sqrt(width)
@@ -118,7 +118,7 @@ def mixtures(depth, states):
     def own_norm(t, k):
         if k == 0 and not depth.normalize_embedding:
             return t
-        if depth.norm_kind == "rms":
+        if depth.norm_type == "rms":
             return F.rms_norm(t, (DIM,), depth.norm_weight[k], depth.eps)
         return F.layer_norm(t, (DIM,), depth.norm_weight[k], depth.norm_bias[k], depth.eps)
 

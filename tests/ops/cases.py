@@ -114,9 +114,9 @@ def of_any_length(name, backend, p):
             max_seqlen_k=tokens, causal=True, window=1, dropout_p=p, seed=SEED, backend=backend,
         )  # fmt: skip
 
-    def linear_cross_entropy(hidden, weight, bias):
-        target = torch.arange(hidden.shape[0]) % N
-        return public.linear_cross_entropy(hidden, weight, target, bias=bias, backend=backend)
+    def linear_cross_entropy(x, weight, bias):
+        target = torch.arange(x.shape[0]) % N
+        return public.linear_cross_entropy(x, weight, target, linear_bias=bias, backend=backend)
 
     forms = {"attention": attention, "linear_cross_entropy": linear_cross_entropy}
     return forms.get(name) or Call(name, backend, p).run

@@ -42,7 +42,7 @@ def test_without_the_norm(exact_backend, hops):
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
 
     def ours(query, **sources):
-        given = {"norm": None, "return_lse": True, "backend": exact_backend}
+        given = {"norm_type": None, "return_lse": True, "backend": exact_backend}
         return depth_attention(list(sources.values()), query, **given)
 
     def plain(query, **sources):

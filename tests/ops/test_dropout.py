@@ -6,7 +6,7 @@ import torch
 from deepfast import backend as backends
 from deepfast.cases import ops as cases
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
-from deepfast.ops import activation, layer_norm
+from deepfast.ops import activation, add_layer_norm
 from deepfast.reference.dropout import dropout_mask
 from tests.ops.cases import Call, D, T, equal, results
 
@@ -14,10 +14,8 @@ DTYPES = list(backends.DTYPES)
 
 
 def summed(x, p, backend, seed=None, training=True):
-    return layer_norm(
-        x, None, None, residual=torch.zeros_like(x), dropout_p=p, training=training, seed=seed,
-        backend=backend,
-    )[1]  # fmt: skip
+    residual, options = torch.zeros_like(x), {"training": training, "seed": seed}
+    return add_layer_norm(x, residual, None, None, dropout_p=p, backend=backend, **options)[1]
 
 
 def activated(kind):
@@ -27,7 +25,7 @@ def activated(kind):
     )
 
 
-FORMS = {"layer_norm": summed, "relu": activated("relu"), "gelu": activated("gelu")}
+FORMS = {"add_layer_norm": summed, "relu": activated("relu"), "gelu": activated("gelu")}
 
 
 @pytest.fixture(params=FORMS)

@@ -1,5 +1,5 @@
 """deepfast.ops.feed_forward: its bits do not depend on what it keeps for backward; and what it and
-norm_linear keep."""
+add_norm_linear keep."""
 
 import importlib
 from types import SimpleNamespace
@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.backend import record
-from deepfast.ops import feed_forward, norm_linear
+from deepfast.ops import add_norm_linear, feed_forward
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 SEED, P, WIDTH, N = 99, 0.3, 21, 11
-NAMES = ("norm_weight", "norm_bias", "up", "up_bias", "down", "down_bias")
+NAMES = ("norm_weight", "norm_bias", "up_weight", "up_bias", "down_weight", "down_bias")
 
 
-def fused_form(x, residual, *params, p, kind, keep=True, **options):
+def fused_form(x, residual, *params, p, kind, recompute=False, **options):
     return feed_forward(
         x, *params, residual=residual, dropout_p=p, activation=kind, activation_dropout_p=p,
-        training=True, keep=keep, seed=SEED, activation_seed=SEED + 1, **options,
+        training=True, recompute=recompute, seed=SEED, activation_seed=SEED + 1, **options,
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_the_same_bits_whatever_is_kept(backend, dtype, p, kind):
     # Triton serves the activation where CUDA is asked for.
     activation = "triton" if backend == "cuda" else backend
     assert set(seen) == {("layer_norm", backend), ("activation", activation)}
-    lean = results(fused_form, leaves, dtype, seeds, keep=False, **options)
+    lean = results(fused_form, leaves, dtype, seeds, recompute=True, **options)
     for name, value in got.items():
         assert torch.equal(lean[name], value), name
 
@@ -46,9 +46,9 @@ def leaves_of(shape, width=WIDTH):
         "residual": torch.randn(shape),
         "norm_weight": torch.randn(dim),
         "norm_bias": torch.randn(dim),
-        "up": torch.randn(width, dim) / dim**0.5,
+        "up_weight": torch.randn(width, dim) / dim**0.5,
         "up_bias": torch.randn(width),
-        "down": torch.randn(N, width) / width**0.5,
+        "down_weight": torch.randn(N, width) / width**0.5,
         "down_bias": torch.randn(N),
     }
 
@@ -75,7 +75,7 @@ def test_the_product_may_apply_the_bias_and_relu(tolerances, monkeypatch, dtype)
     seeds = [torch.randn(2, 3, N).to(dtype), torch.randn(2, 3, 33).to(dtype)]
     got = results(fused_form, leaves, dtype, seeds, p=0.0, kind="relu")
     assert len(asked) == 1
-    lean = results(fused_form, leaves, dtype, seeds, p=0.0, kind="relu", keep=False)
+    lean = results(fused_form, leaves, dtype, seeds, p=0.0, kind="relu", recompute=True)
     assert len(asked) == 3
     for name, value in got.items():
         assert torch.equal(lean[name], value), name
@@ -88,18 +88,20 @@ def test_without_residual_and_biases():
     """Plain layer-norm, no dropout: x itself is the sum."""
     leaves = leaves_of((5, 8))
     x = leaves["x"].requires_grad_()
-    out, s = feed_forward(x, None, None, leaves["up"], None, leaves["down"], None)
+    out, s = feed_forward(x, None, None, leaves["up_weight"], None, leaves["down_weight"], None)
     assert s is x
-    expected = F.linear(F.relu(F.linear(F.layer_norm(x, (8,)), leaves["up"])), leaves["down"])
+    expected = F.linear(
+        F.relu(F.linear(F.layer_norm(x, (8,)), leaves["up_weight"])), leaves["down_weight"]
+    )
     torch.testing.assert_close(out, expected)
     (got,) = torch.autograd.grad(out.square().sum(), x)
     torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
-def test_want_norm_gives_the_norm_in_place_of_the_sum():
+def test_return_norm_gives_the_norm_in_place_of_the_sum():
     leaves = leaves_of((4, 8))
     x, residual, *params = leaves.values()
-    out, n = fused_form(x, residual, *params, p=0.0, kind="relu", want_norm=True)
+    out, n = fused_form(x, residual, *params, p=0.0, kind="relu", return_norm=True)
     expected = F.layer_norm(x + residual, (8,), *params[:2])
     torch.testing.assert_close(n, expected)
     again, s = fused_form(x, residual, *params, p=0.0, kind="relu")
@@ -107,8 +109,8 @@ def test_want_norm_gives_the_norm_in_place_of_the_sum():
     torch.testing.assert_close(s, x + residual)
 
 
-@pytest.mark.parametrize(("keep", "kind"), [(True, "relu"), (True, "gelu"), (False, "relu")])
-def test_what_it_keeps(keep, kind):
+@pytest.mark.parametrize(("recompute", "kind"), [(False, "relu"), (False, "gelu"), (True, "relu")])
+def test_what_it_keeps(recompute, kind):
     leaves = {k: v.requires_grad_() for k, v in leaves_of((64, 16)).items()}
     seen = {}
 
@@ -117,9 +119,9 @@ def test_what_it_keeps(keep, kind):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        fused_form(*leaves.values(), p=P, kind=kind, keep=keep)
+        fused_form(*leaves.values(), p=P, kind=kind, recompute=recompute)
     activations = [n for n in seen.values() if n >= 64 * 16]
-    assert sorted(activations) == sorted([64 * 16] + ([64 * WIDTH] if keep else []))
+    assert sorted(activations) == sorted([64 * 16] + ([64 * WIDTH] if not recompute else []))
 
 
 def test_autocast():
@@ -138,7 +140,7 @@ def test_norm_linear_keeps_no_normalised_copy(backend):
     params = [torch.randn(32), torch.randn(32), torch.randn(11, 32, requires_grad=True)]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out, s = norm_linear(x, *params, residual=x, backend=backend)
+        out, s = add_norm_linear(x, x, *params, backend=backend)
     rows = [t for t in kept if t.shape == x.shape]
     assert len(rows) == 1
     assert rows[0].data_ptr() == s.data_ptr()

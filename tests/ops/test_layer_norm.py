@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from deepfast.cases import ops
 from deepfast.cases.case import Rows
-from deepfast.ops import layer_norm, rms_norm
+from deepfast.ops import add_layer_norm, layer_norm, rms_norm
 from tests.ops.cases import assert_agrees
 
 EXTREMES = {
@@ -77,7 +77,7 @@ def test_gradients_of_two_leaves_share_no_memory(backend):
     x, r = torch.randn(2, 4, 6).unbind()
     x, r = x.clone().requires_grad_(), r.clone().requires_grad_()
     for _ in range(2):
-        y, s = layer_norm(x, None, None, residual=r, backend=backend)
+        y, s = add_layer_norm(x, r, None, None, backend=backend)
         (y * torch.arange(6.0) + s).sum().backward()
     assert x.grad.data_ptr() != r.grad.data_ptr()
     once = torch.autograd.grad(

@@ -121,7 +121,7 @@ def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk)
     # Every other target is right, as far as it counts.
     target[::2] = logits.argmax(1)[::2].where(target[::2] >= 0, -100)
     hidden.requires_grad_()
-    options = {"label_smoothing": 0.1, "chunk": chunk, "backend": backend}
+    options = {"label_smoothing": 0.1, "chunk_size": chunk, "backend": backend}
     plain = linear_cross_entropy(hidden, weight, target, return_nll=True, **options)
     loss, nll, correct = linear_cross_entropy(
         hidden, weight, target, return_nll=True, return_correct=True, **options
@@ -153,11 +153,12 @@ def test_gradients_for_several_factors_at_once(backend):
 
 
 @pytest.mark.parametrize(
-    "trainable", [(), ("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias")]
+    "trainable",
+    [(), ("x",), ("linear_weight",), ("linear_bias",), ("x", "linear_weight", "linear_bias")],
 )
 def test_only_what_is_wanted_is_computed(backend, trainable):
     hidden, weight, target = operands(300, 8, 33)
-    leaves = {"hidden": hidden, "weight": weight, "bias": torch.randn(33)}
+    leaves = {"x": hidden, "linear_weight": weight, "linear_bias": torch.randn(33)}
     for name in trainable:
         leaves[name].requires_grad_()
 
@@ -168,10 +169,10 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
         return out, sum(names.count(f"aten::{name}") for name in ("mm", "addmm", "addmm_"))
 
     def run():
-        return linear_cross_entropy(**leaves, target=target, chunk=300, backend=backend)
+        return linear_cross_entropy(**leaves, target=target, chunk_size=300, backend=backend)
 
     loss, count = products(run)
-    assert count == 1 + len({"hidden", "weight"}.intersection(trainable))
+    assert count == 1 + len({"x", "linear_weight"}.intersection(trainable))
     assert loss.requires_grad == bool(trainable)
     with torch.no_grad():
         without, count = products(run)
@@ -190,7 +191,9 @@ def test_autocast(tolerances, backend, dtype):
     given = hidden, weight, torch.randn(300)
     h, w, b = leaves = [t.detach().requires_grad_() for t in given]
     with torch.autocast("cpu", dtype):
-        loss = linear_cross_entropy(h, w, target, bias=b, label_smoothing=0.1, backend=backend)
+        loss = linear_cross_entropy(
+            h, w, target, linear_bias=b, label_smoothing=0.1, backend=backend
+        )
     assert loss.dtype == torch.float32
     grads = torch.autograd.grad(loss, leaves)
     assert {g.dtype for g in grads} == {torch.float32}
@@ -234,7 +237,7 @@ def test_peak_memory(meter, monkeypatch, weights, cast):
     hidden, weight, target = operands(T, D, V, weights)
     hidden.requires_grad_(), weight.requires_grad_()
     with meter() as forward, torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        loss = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk=T // 32)
+        loss = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk_size=T // 32)
     # Only the two gradients are kept for backward.
     kept = hidden.numel() * (2 if cast else weights.itemsize) + 4 * weight.numel()
     assert kept <= forward.left < kept + 2000
@@ -259,5 +262,5 @@ def test_peak_memory_without_gradients(meter):
     T, D, V = 1024, 64, 4000
     hidden, weight, target = operands(T, D, V)
     with meter() as forward:
-        linear_cross_entropy(hidden, weight, target, chunk=T // 32)
+        linear_cross_entropy(hidden, weight, target, chunk_size=T // 32)
     assert forward.peak < 0.035 * 4 * T * V

@@ -16,19 +16,24 @@ Q = ones(4, 2, 16)
 LENGTHS = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, "max_seqlen_k": 4}
 GIVEN = {
     "layer_norm": {"x": X, "weight": ROW, "bias": ROW},
+    "add_layer_norm": {"x": X, "residual": X, "weight": ROW, "bias": ROW},
     "rms_norm": {"x": X, "weight": ROW},
-    "activation": {"h": X, "kind": "relu"},
+    "add_rms_norm": {"x": X, "residual": X, "weight": ROW},
+    "activation": {"h": X, "activation": "relu"},
     "norm_linear": {"x": X, "norm_weight": None, "norm_bias": None, "weight": ones(11, 4)},
+    "add_norm_linear": {
+        "x": X, "residual": X, "norm_weight": ROW, "norm_bias": ROW, "weight": ones(11, 4)
+    },
     "feed_forward": {
-        "x": X, "norm_weight": ROW, "norm_bias": ROW, "up": ones(21, 4), "up_bias": ones(21),
-        "down": ones(11, 21), "down_bias": ones(11),
+        "x": X, "norm_weight": ROW, "norm_bias": ROW, "up_weight": ones(21, 4),
+        "up_bias": ones(21), "down_weight": ones(11, 21), "down_bias": ones(11),
     },
     "depth_mix": {"sources": [X, X], "weight": ones(2)},
     "depth_attention": {"sources": [X, X], "query": ROW},
     "attention_residual": {"query": ROW, "residuals": [X, X]},
     "attention": {"q": Q, "k": Q, "v": Q} | LENGTHS,
     "linear_cross_entropy": {
-        "hidden": X, "weight": ones(7, 4), "target": torch.tensor([0, 6, 1])
+        "x": X, "linear_weight": ones(7, 4), "target": torch.tensor([0, 6, 1])
     },
     "peephole_lstm": {"f": ones(2, 3, 8), "weight": ones(2, 8), "peephole": ones(3, 2)},
 }  # fmt: skip
@@ -49,9 +54,9 @@ REFUSED = {
         ({"x": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "activation": [
-        ({"kind": "tanh"}, ValueError, "kind must be one of relu, gelu, got 'tanh'"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of relu, gelu, got 'tanh'"),
         ({"bias": ones(3)}, ValueError, r"bias must be \(4,\), got \(3,\)"),
-        ({"kind": None}, ValueError, "kind must be one of relu, gelu, got None"),
+        ({"activation": None}, ValueError, "activation must be one of relu, gelu, got None"),
         ({"h": ones(3, 4).int()}, BackendError, "torch.int32"),
     ],
     "norm_linear": [
@@ -94,9 +99,9 @@ REFUSED = {
         ({"query": ones(5)}, ValueError, r"must be \(4,\) or \(H, 4\).*got \(5,\)"),
         ({"query": ones(0, 4)}, ValueError, r"H >= 1, got \(0, 4\)"),
         ({"query": ones(4, device="meta")}, ValueError, "query must be on cpu, got meta"),
-        ({"norm": "layer"}, ValueError, "norm must be one of .*got 'layer'"),
+        ({"norm_type": "layer"}, ValueError, "norm_type must be one of .*got 'layer'"),
         ({"norm_weight": ones(3)}, ValueError, r"norm_weight must be \(4,\), got \(3,\)"),
-        ({"norm_weight": X, "norm": None}, ValueError, "needs a query and norm='rms'"),
+        ({"norm_weight": X, "norm_type": None}, ValueError, "needs a query and norm_type='rms'"),
         ({"query": None, "scores": ones(3, 3)}, ValueError,
          r"scores must be \(3, 2\), got \(3, 3\)"),
         ({"query": None, "scores": ones(3, 5, 2)}, ValueError,
@@ -156,13 +161,13 @@ REFUSED = {
          "256 wide"),
     ],
     "linear_cross_entropy": [
-        ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
-        ({"weight": ones(7, 5)}, ValueError, r"weight must be \(V, 4\).*got \(7, 5\)"),
-        ({"weight": ones(0, 4)}, ValueError, r"with V >= 1, got \(0, 4\)"),
-        ({"weight": ones(7, 4).half()}, ValueError, "be torch.float32, got torch.float16"),
-        ({"weight": ones(7, 4, device="meta")}, ValueError, "weight must be on cpu, got me"),
-        ({"bias": ones(6)}, ValueError, r"bias must be \(7,\), got \(6,\)"),
-        ({"bias": ones(7).half()}, ValueError, "bias must be torch.float32, got to"),
+        ({"linear_weight": None}, TypeError, "linear_weight must be a tensor, got NoneType"),
+        ({"linear_weight": ones(7, 5)}, ValueError, r"_weight must be \(V, 4\).*got \(7, 5\)"),
+        ({"linear_weight": ones(0, 4)}, ValueError, r"with V >= 1, got \(0, 4\)"),
+        ({"linear_weight": ones(7, 4).half()}, ValueError, "be torch.float32, got torch.float16"),
+        ({"linear_weight": ones(7, 4, device="meta")}, ValueError, "weight must be on cpu, got me"),
+        ({"linear_bias": ones(6)}, ValueError, r"linear_bias must be \(7,\), got \(6,\)"),
+        ({"linear_bias": ones(7).half()}, ValueError, "linear_bias must be torch.float32, got to"),
         ({"target": [1, 2, 3]}, TypeError, "target must be a tensor, got list"),
         ({"target": torch.tensor([0, 6, 1]).to_sparse()}, TypeError, "target must be a dense ten"),
         ({"target": ones(3)}, ValueError, r"target must be torch.int64 \(3,\), got torch.fl"),
@@ -173,8 +178,8 @@ REFUSED = {
         ({"label_smoothing": math.nan}, ValueError, "label_smoothing must be between 0 and 1"),
         ({"label_smoothing": "a"}, ValueError, "label_smoothing must be between 0 and 1, got 'a'"),
         ({"reduction": "none"}, ValueError, "reduction must be one of mean, sum, got 'none'"),
-        ({"chunk": 0}, ValueError, "chunk must be None or at least 1, got 0"),
-        ({"hidden": ones(3, 4).int()}, ValueError, "weight must be torch.int32"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be None or at least 1, got 0"),
+        ({"x": ones(3, 4).int()}, ValueError, "linear_weight must be torch.int32"),
     ],
     "peephole_lstm": [
         ({"f": ones(2, 8)}, ValueError, r"f must be \(T, B, 4H\), got \(2, 8\)"),
@@ -189,10 +194,12 @@ REFUSED = {
         ({"lengths": torch.tensor([1, -1, 0])}, ValueError, "from 0 to 2, got -1 to 1"),
     ],
     "feed_forward": [
-        ({"up": ones(21, 5)}, ValueError, r"up must be \(F, 4\), got \(21, 5\)"),
-        ({"down": ones(11, 20)}, ValueError, r"down must be \(N, 21\), got \(11, 20\)"),
+        ({"up_weight": ones(21, 5)}, ValueError, r"up_weight must be \(F, 4\), got \(21, 5\)"),
+        ({"down_weight": ones(11, 20)}, ValueError,
+         r"down_weight must be \(N, 21\), got \(11, 20\)"),
         ({"up_bias": ones(20)}, ValueError, r"up_bias must be \(21,\), got \(20,\)"),
-        ({"down": ones(11, 21).double()}, ValueError, "down must be torch.float32 on cpu"),
+        ({"down_weight": ones(11, 21).double()}, ValueError,
+        "down_weight must be torch.float32 on"),
         ({"activation": "silu"}, ValueError, "activation must be one of relu, gelu, got 'silu'"),
         ({"activation_dropout_p": 0.5, "training": True, "activation_seed": 1.5}, TypeError,
          "activation_seed must be an int or a 0-dim int64 tensor on cpu, got 1.5"),
@@ -200,6 +207,8 @@ REFUSED = {
     ],
 }  # fmt: skip
 """By op: what is changed in such a call, the error, and words of its sentence."""
+for _op in ("add_layer_norm", "add_rms_norm", "add_norm_linear"):
+    REFUSED[_op] = [({"residual": None}, TypeError, "residual must be a tensor, got NoneType")]
 
 DROPPED = {"dropout_p": 0.5, "backend": "reference"}
 OF_ARGUMENTS = [
@@ -214,6 +223,7 @@ OF_ARGUMENTS = [
     ({"residual": ones(2, 4)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
     ({"residual": ones(3, 4).half()}, ValueError, "dtype torch.float32, got"),
     ({"residual": ones(3, 4, device="meta")}, ValueError, "device cpu, got meta"),
+    ({"norm_type": "batch"}, ValueError, "norm_type must be one of .*rms.*, got 'batch'"),
     ({"backend": "cud"}, BackendError, "expected one of cuda, triton, .*, sdpa, reference"),
     ({"backend": [1]}, BackendError, r"backend: expected one of .*got \[1\]"),
 ]  # fmt: skip
@@ -246,9 +256,9 @@ def test_refuses(op, change, error, words):
 
 
 FLAGS = {
-    "layer_norm": ["training"], "rms_norm": ["training"], "activation": ["training"],
-    "norm_linear": ["training", "rms"], "attention": ["causal"], "peephole_lstm": ["reverse"],
-    "feed_forward": ["training", "rms", "keep", "want_norm"], "depth_attention": ["return_lse"],
+    "add_layer_norm": ["training"], "add_rms_norm": ["training"], "activation": ["training"],
+    "add_norm_linear": ["training"], "attention": ["causal"], "peephole_lstm": ["reverse"],
+    "feed_forward": ["training", "recompute", "return_norm"], "depth_attention": ["return_lse"],
     "attention_residual": ["return_weights"], "linear_cross_entropy": ["return_nll"],
 }  # fmt: skip
 
@@ -256,10 +266,7 @@ FLAGS = {
 @pytest.mark.parametrize("wrong", ["False", 1, None, torch.zeros(2)])
 @pytest.mark.parametrize(("op", "flag"), [(op, f) for op in FLAGS for f in FLAGS[op]])
 def test_a_flag_is_a_bool(op, flag, wrong):
-    if flag == "rms":
-        called(op, rms=True, norm_bias=None)
-    else:
-        called(op, **{flag: True})
+    called(op, **{flag: True})
     with pytest.raises(ValueError, match=f"^{op}: {flag} must be True or False, got "):
         called(op, **{flag: wrong})
 
@@ -286,7 +293,7 @@ def test_sources_are_no_scalar(op):
         called(op, sources=torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("name", ["ignore_index", "chunk"])
+@pytest.mark.parametrize("name", ["ignore_index", "chunk_size"])
 def test_whole_numbers_of_more_than_64_bits(name):
     with pytest.raises(ValueError, match=f"{name} must fit into 64 bits, got 1000"):
         called("linear_cross_entropy", **{name: 10**30})

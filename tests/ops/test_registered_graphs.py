@@ -73,9 +73,9 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
 
     def chain(x, residual):
         options = {"dropout_p": 0.2, "training": True, "backend": backend}
-        h, s = ops.norm_linear(x, w, w, weight, residual=residual, seed=1, **options)
+        h, s = ops.add_norm_linear(x, residual, w, w, weight, seed=1, **options)
         h = ops.activation(h, "gelu", seed=3, **options)
-        y, s = ops.layer_norm(h, w, w, residual=s, seed=2, **options)
+        y, s = ops.add_layer_norm(h, s, w, w, seed=2, **options)
         q = ops.depth_mix([x, y, s], torch.ones(3), backend=backend).unflatten(1, (2, D // 2))
         n = x.shape[0]
         cu = torch.tensor([0, 2, n], dtype=torch.int32)

@@ -18,28 +18,28 @@ from deepfast.parallel import split, sum_connection_gradients
 from tests.parallel.encoders import CONNECTIONS, batch, encoder, loss, whole_step
 
 FORMS = {
-    2: ("gpipe/dlcl", "1f1b/attnres/history", "interleaved/dlcl, post-norm"),
-    3: ("gpipe/attnres", "1f1b/denseformer", "interleaved/dlcl/history"),
+    2: ("gpipe/dlcl", "1f1b/attnres/layer+input", "interleaved/dlcl, post-norm"),
+    3: ("gpipe/attnres", "1f1b/denseformer", "interleaved/dlcl/layer+input"),
     4: (
         "1f1b/dlcl", "gpipe/block_attnres", "1f1b/dlcl/ddp", "1f1b/attnres/ddp", "1f1b/dlcl/fsdp",
         "interleaved/dlcl/fsdp", "gpipe/attnres/fsdp",
     ),
 }  # fmt: skip
-"""Number of ranks -> what they run: schedule, connection, and a memory policy or a wrapper."""
+"""Number of ranks -> what they run: schedule, connection, and a recompute policy or a wrapper."""
 LAYERS, PIECES, SENTENCES = 7, 4, 8
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
-def made(name, memory="keep"):
+def made(name, recompute="none"):
     # Without dropout, in a dtype in which the order of sums hardly counts.
-    return encoder(LAYERS, torch.float64, memory=memory, **CONNECTIONS[name])
+    return encoder(LAYERS, torch.float64, recompute=recompute, **CONNECTIONS[name])
 
 
-def pipeline(form, name, group, wrap=lambda stage: stage, memory="keep"):
+def pipeline(form, name, group, wrap=lambda stage: stage, recompute="none"):
     """This rank's stages, and the schedule over them."""
     ranks, rank = group.size(), group.rank()
     count = 2 * ranks if form == "interleaved" else ranks
-    parts = split(made(name, memory), count)
+    parts = split(made(name, recompute), count)
     mine = {i: wrap(parts[i]) for i in range(rank, count, ranks)}
     pipes = [
         PipelineStage(part, i, count, torch.device("cpu"), group=group) for i, part in mine.items()
@@ -68,10 +68,10 @@ def check(stages, expected, found):
             torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def one_pipeline(form, name, memory="keep"):
+def one_pipeline(form, name, recompute="none"):
     """All ranks are one pipeline, for two steps."""
     group = dist.group.WORLD
-    stages, schedule, last = pipeline(form, name, group, memory=memory)
+    stages, schedule, last = pipeline(form, name, group, recompute=recompute)
     operands = batch(SENTENCES, torch.float64)
     expected = whole_step(made(name), *operands)
     for _ in range(2):
@@ -103,7 +103,7 @@ def two_pipelines(form, name, wrap):
         check(stages, expected, None)
 
 
-def step(form, name, option="keep"):
+def step(form, name, option="none"):
     if option in ("ddp", "fsdp"):
         two_pipelines(form, name, option)
     else:

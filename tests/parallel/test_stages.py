@@ -40,13 +40,13 @@ def test_float64(name, layers, stages):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("name", ["dlcl", "dlcl, post-norm", "attnres", "attnres, one read"])
-def test_memory_policies(name, memory):
+def test_memory_policies(name, recompute):
     """A policy changes no bit of a stage."""
     kept, got = (
-        staged_step(3, encoder(5, memory=policy, **CONNECTIONS[name]), *batch())
-        for policy in ("keep", memory)
+        staged_step(3, encoder(5, recompute=policy, **CONNECTIONS[name]), *batch())
+        for policy in ("none", recompute)
     )
     for key, value in kept.items():
         assert torch.equal(got[key], value), key
@@ -55,7 +55,7 @@ def test_memory_policies(name, memory):
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"weights": "relu"}, {"norm_weight": True, "scale": 0.7}, {"window": 4}, {"block": 2}],
+    [{"score_function": "relu"}, {"norm_affine": True, "scale": 0.7}, {"window": 4}, {"block": 2}],
     ids=str,
 )
 def test_other_attention_residuals(options, stages):
@@ -65,7 +65,7 @@ def test_other_attention_residuals(options, stages):
         made = encoder(5, torch.float64, connection="attnres")
         generator = torch.Generator().manual_seed(1)
         made.connection.residuals = AttentionResiduals(
-            5, DIM, reads=2, states="autocast", **options
+            5, DIM, reads=2, state_dtype=None, **options
         ).double()
         with torch.no_grad():
             for p in made.connection.residuals.parameters():
@@ -77,10 +77,10 @@ def test_other_attention_residuals(options, stages):
 
 
 def test_policies_of_layers():
-    memory = ["keep", "lean", "leaner", "states", "history"]
-    stages = split(encoder(5, memory=memory), 2)
+    recompute = ["none", "ffn", "ffn+qkv", "layer", "layer+input"]
+    stages = split(encoder(5, recompute=recompute), 2)
     assert [len(stage.layers) for stage in stages] == [3, 2]
-    assert [stage.policies for stage in stages] == [tuple(memory[:3]), tuple(memory[3:])]
+    assert [stage.policies for stage in stages] == [tuple(recompute[:3]), tuple(recompute[3:])]
 
 
 @pytest.mark.each_value
@@ -168,22 +168,23 @@ def test_a_second_backward_is_an_error():
 def test_dropout():
     """Its masks are drawn from the seed, and backward uses those of forward."""
 
-    def step(memory):
+    def step(recompute):
         torch.manual_seed(7)
-        return staged_step(2, encoder(5, dropout=0.3, memory=memory), *batch())
+        return staged_step(2, encoder(5, dropout=0.3, recompute=recompute), *batch())
 
-    first = step("keep")
-    assert all(torch.equal(first[key], value) for key, value in step("history").items())
+    first = step("none")
+    assert all(torch.equal(first[key], value) for key, value in step("layer+input").items())
     whole = whole_step(encoder(5, dropout=0.0), *batch())
     assert not torch.allclose(first["loss"], whole["loss"])
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_memory(meter, index):
-    """Under "history" a stage in flight holds the states that came in and its own, one slot more,
-    and what it sends: as many as are counted, beside what grows with the number of tokens alone."""
+    """Under "layer+input" a stage in flight holds the states that came in and its own, one slot
+    more, and what it sends: as many as are counted, beside what grows with the number of tokens
+    alone."""
     torch.manual_seed(0)
-    model = TransformerEncoder(16, 64, 2, 64, dropout=0.0, memory="history")
+    model = TransformerEncoder(16, 64, 2, 64, dropout=0.0, recompute="layer+input")
     stages = split(model, 4)
     x = torch.randn(1, 512, 64)
     payload = (x,)

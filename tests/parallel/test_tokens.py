@@ -24,7 +24,7 @@ FORMS = (
 """Connection and shape, see `step`."""
 CONNECTIONS = {
     "dlcl": lambda: DLCL(LAYERS, DIM),
-    "post": lambda: DLCL(LAYERS, DIM, norm="post", weight="vector"),
+    "post": lambda: DLCL(LAYERS, DIM, norm="post", weight_type="vector"),
     "attnres": lambda: AttentionResiduals(LAYERS, DIM),
 }
 SHAPES = {

@@ -152,6 +152,23 @@ def _lines(stream: io.BufferedReader, name: str) -> list[str]:
     return lines
 
 
+def read_aligned(
+    source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> tuple[list[str], list[str]]:
+    """The lines of two files, of which each line belongs to the other's.
+
+    Raises:
+        DataError: a file cannot be read, or the line counts differ.
+    """
+    lines = read_lines(source), read_lines(target)
+    if len(lines[0]) != len(lines[1]):
+        raise DataError(
+            f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
+            f"{len(lines[1])}"
+        )
+    return lines
+
+
 def read_parallel(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, tags: Sequence[str] = ()
 ) -> ParallelText:
@@ -170,12 +187,7 @@ def read_parallel(
         DataError: a file cannot be read, the line counts differ, or no pair is left.
     """
     source, target = Path(source), Path(target)
-    source_lines, target_lines = read_lines(source), read_lines(target)
-    if len(source_lines) != len(target_lines):
-        raise DataError(
-            f"parallel files must have the same number of lines, got {len(source_lines)} in "
-            f"{source} and {len(target_lines)} in {target}"
-        )
+    source_lines, target_lines = read_aligned(source, target)
     pairs, numbers, dropped = [], [], Dropped()
     tag = "|".join(map(re.escape, tags))
     no_source, no_target = re.compile(f"({tag})?[{UNSEEN}]*"), re.compile(f"[{UNSEEN}]*")

@@ -4,7 +4,7 @@ A checkpoint is a dict, written by `torch.save`, that loads with ``weights_only=
 needs these keys:
 
     format       "deepfast-checkpoint"
-    version      1
+    version      2; files of version 1 have keys of options that were renamed since
     kind         one of `deepfast.mt.models.KINDS`; "transformer" where it is absent
     config       the fields of that kind's config
     model        the model's state dict
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepfast import renamed
 from deepfast.mt.models import KINDS
 from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.transformer_config import without_unread
 
 FORMAT = "deepfast-checkpoint"
-VERSION = 1
+VERSION = 2
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError)
 """What reading a broken archive raises."""
 MODEL_KEYS = {"config": dict, "model": dict, "vocabulary": bytes}
@@ -62,6 +63,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
         content = read_folder(path, optimizer=optimizer)
     else:
         content = read_file(path)
+    if content["version"] == 1:
+        content["version"] = VERSION
+        for key, rename in (("config", renamed.options), ("recipe", renamed.recipe)):
+            if isinstance(content.get(key), dict):
+                content[key] = rename(content[key])
     vocabulary = content.get("vocabulary", b"")
     if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
         # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.

@@ -210,7 +210,7 @@ def _config(args: argparse.Namespace, weights: _Weights) -> TransformerConfig:
         first_position=FIRST_POSITION,
         padding_idx=0,
         dim=source.shape[1],
-        heads=encoder["attention_heads"],
+        num_heads=encoder["attention_heads"],
         ffn_dim=encoder["ffn_embed_dim"],
         encoder_layers=layers[0],
         decoder_layers=layers[1],
@@ -245,9 +245,9 @@ def _side(args: argparse.Namespace, weights: _Weights, side: str, dim: int) -> d
     options: dict[str, Any] = {}
     per_pair = shape[2] if len(shape) == 3 else 1
     if per_pair == dim:
-        options["weight"] = "vector"
+        options["weight_type"] = "vector"
     elif per_pair > 1:
-        options |= {"weight": "group", "groups": per_pair}
+        options |= {"weight_type": "group", "groups": per_pair}
     norms = weights.indices(rf"{side}\.history\.layer_norms\.(\d+)\.")
     if not norms:
         options["norm"] = None

@@ -86,7 +86,7 @@ class TranslationModel(SearchModel):
                                                       source word
         bottom                                        a whole model inside it, for
                                                       `deepfast.mt.search.deep_shallow`
-        encoder.set_memory, decoder.set_memory        see `deepfast.nn.TransformerEncoder`
+        encoder.set_recompute, decoder.set_recompute        see `deepfast.nn.TransformerEncoder`
 
     The methods below have a default that suits most models.
     """
@@ -119,8 +119,9 @@ class TranslationModel(SearchModel):
         x, labels = self.labelled(source_BS, target_in_BT, target_out_BT)
         weight, bias = self.logit_map()
         loss, *more = ops.linear_cross_entropy(
-            x, weight, labels, bias=bias, label_smoothing=label_smoothing, ignore_index=IGNORED,
-            reduction="sum", return_nll=True, return_correct=accuracy, backend=self.config.backend,
+            x, weight, labels, linear_bias=bias, label_smoothing=label_smoothing,
+            ignore_index=IGNORED, reduction="sum", return_nll=True, return_correct=accuracy,
+            backend=self.config.backend,
         )  # fmt: skip
         for penalty in self.penalties():
             loss = loss + penalty * (target_in_BT != self.config.padding_idx).sum()

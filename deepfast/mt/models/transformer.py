@@ -193,7 +193,7 @@ class Transformer(PackedModel):
             words = getattr(c, f"{side}_connection") + (f", {fusion} fusion" if fusion else "")
             parts.append(f"{getattr(c, f'{side}_layers')} {side} layers ({words})")
         parts.append(f"{c.norm}-norm")
-        parts += {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_kind]
+        parts += {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_type]
         return ", ".join(parts + ["transparent attention"] * (self.transparent is not None))
 
     def parts(self) -> Mapping[str, Part]:
@@ -364,8 +364,8 @@ class Transformer(PackedModel):
         """
         side = "encoder" if target_in_BT is None else "decoder"
         fusion = getattr(self.fusions, side)
-        if fusion is None or fusion.kind not in WITH_ATTENTION:
-            got = None if fusion is None else fusion.kind
+        if fusion is None or fusion.fusion_type not in WITH_ATTENTION:
+            got = None if fusion is None else fusion.fusion_type
             raise ValueError(f"{side}_fusion: expected one of {WITH_ATTENTION}, got {got!r}")
 
         given = (source_BS,) if target_in_BT is None else (source_BS, target_in_BT)

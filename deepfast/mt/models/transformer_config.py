@@ -25,7 +25,7 @@ OPTIONS = {
     "latent": (LatentDepth, ("num_layers", "languages")),
     "fusion": (
         LayerFusion,
-        ("num_states", "dim", "kind", "source_norm", "own_embedding", "backend"),
+        ("num_states", "dim", "fusion_type", "source_norm", "own_embedding", "backend"),
     ),
 }
 """Field that holds arguments of a module -> the module, and those of its arguments that the model
@@ -50,7 +50,7 @@ class TransformerConfig(ModelConfig):
     """The position of a sentence's first token, for the sinusoids."""
     dim: int = 512
     """D."""
-    heads: int = 8
+    num_heads: int = 8
     """H, which must divide dim."""
     ffn_dim: int = 2048
     """F."""
@@ -75,7 +75,7 @@ class TransformerConfig(ModelConfig):
     N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
     """"pre" or "post"."""
-    norm_kind: str = "layer"
+    norm_type: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
     transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
     norms (pre-norm, residual or latent)."""
@@ -108,11 +108,11 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         op = type(self).__name__
-        checks.whole(op, **self._values("dim", "heads", "ffn_dim", "encoder_layers",
+        checks.whole(op, **self._values("dim", "num_heads", "ffn_dim", "encoder_layers",
                                         "decoder_layers"))  # fmt: skip
-        if self.dim % self.heads or self.dim % 2:
+        if self.dim % self.num_heads or self.dim % 2:
             raise ValueError(
-                f"{op}: dim must be an even multiple of heads {self.heads}, got {self.dim}"
+                f"{op}: dim must be an even multiple of num_heads {self.num_heads}, got {self.dim}"
             )
         checks.whole(op, 0, first_position=self.first_position)
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
@@ -124,7 +124,7 @@ class TransformerConfig(ModelConfig):
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
         checks.choice(op, CONNECTIONS, **self._values("encoder_connection", "decoder_connection"))
         for side in SIDES:
-            check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_kind)
+            check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_type)
         checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
         checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
         if self.share_embeddings == "all" and target_vocab_size(self) != self.vocab_size:
@@ -220,7 +220,11 @@ class TransformerConfig(ModelConfig):
             kind = getattr(self, f"{side}_fusion")
             if kind is not None:
                 self._check_all_states(op, f"{side}_fusion", side)
-                arguments[side] = {"num_states": 2, "dim": self.dim, "kind": kind} | self.fusion
+                arguments[side] = {
+                    "num_states": 2,
+                    "dim": self.dim,
+                    "fusion_type": kind,
+                } | self.fusion
         self._check_options(op, "fusion", "a fusion", arguments)
         kinds, unread = fusion_options(vars(self))
         # A default changes nothing, whoever reads it.
@@ -257,7 +261,7 @@ class TransformerConfig(ModelConfig):
             getattr(self, f"{prefix}attnres_{option}") or getattr(self, f"attnres_{option}")
             for option in ("block", "reads")
         )
-        options = self._values("dim", "heads", "ffn_dim", "norm", "norm_kind", "activation",
+        options = self._values("dim", "num_heads", "ffn_dim", "norm", "norm_type", "activation",
                                "dropout", "attention_dropout", "activation_dropout",
                                "backend")  # fmt: skip
         latent = self.latent | {"languages": len(self.languages) or 1}
@@ -296,11 +300,12 @@ def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def base(vocab_size: int, **changes) -> TransformerConfig:
     """The paper's base size: 512 wide, 8 heads, 2048 feed-forward."""
-    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "heads": 8, "ffn_dim": 2048}
+    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "num_heads": 8,
+    "ffn_dim": 2048}
                              | changes)  # fmt: skip
 
 
 def big(vocab_size: int, **changes) -> TransformerConfig:
     """The paper's big size: 1024 wide, 16 heads, 4096 feed-forward, dropout 0.3."""
-    sizes = {"dim": 1024, "heads": 16, "ffn_dim": 4096, "dropout": 0.3}
+    sizes = {"dim": 1024, "num_heads": 16, "ffn_dim": 4096, "dropout": 0.3}
     return TransformerConfig(**{"vocab_size": vocab_size} | sizes | changes)

@@ -39,8 +39,8 @@ class DecodingOptions:
     replace_unknown: bool = False
     """Whether each unk becomes the source word with the most attention, see `search.unknown`."""
     dictionary: str | None = None
-    """A file of word translations that `deepfast posunk` has written. The marks of unknown words in
-    translations are replaced by it; and with `replace_unknown` it translates the copied words."""
+    """A file of word translations that `deepfast mt posunk` has written. It replaces the marks of
+    unknown words in translations; with `replace_unknown` it translates the copied words."""
     deep_shallow: bool = False
     """Whether a model that has grown translates together with its bottom, see
     `search.deep_shallow`."""

@@ -64,7 +64,7 @@ class Translator:
 
     def knows(self, references: Sequence[str]) -> list[bool] | None:
         """Of every reference, whether the model knows all its words: none has a piece that is
-        unknown on the target's side, or is a mark of `deepfast posunk`. None for a dictionary of
+        unknown on the target's side, or is a mark of `deepfast mt posunk`. None for a dictionary of
         tokens, which cannot split a text into them."""
         if not isinstance(self.vocabulary, Vocabulary):
             return None

@@ -52,9 +52,9 @@ def before(recipe: Recipe) -> dict:
         trainer = Trainer(recipe, corpus, device)
         found = {"model": trainer.model.describe(), "live_bytes": None, "target_tokens": None,
                  "threads": torch.get_num_threads()}  # fmt: skip
-        planned = recipe.memory is not None and recipe.planned()
-        if recipe.memory is not None and not planned:
-            set_policy(trainer.model, recipe.memory)
+        planned = recipe.saves_memory and recipe.planned()
+        if recipe.saves_memory and not planned:
+            set_policy(trainer.model, recipe.recompute)
         # A planned run measures its own step, under the policies of its plan.
         peak = math.inf if planned else trainer.measure()
         if peak < math.inf:

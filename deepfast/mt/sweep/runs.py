@@ -1,6 +1,6 @@
 """Runs in processes of their own: several at once, resumed, each made once.
 
-A run has a folder: `settings.json` is its recipe, `run` what `deepfast train` writes, `log.txt`
+A run has a folder: `settings.json` is its recipe, `run` what `deepfast mt train` writes, `log.txt`
 what it printed, and `result.json` its result once it has finished.
 """
 
@@ -129,7 +129,7 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
     )
     if not fits:
         raise ValueError(
-            f"{path}: expected what deepfast sweep writes, got other content; choose another "
+            f"{path}: expected what deepfast mt sweep writes, got other content; choose another "
             "folder with --output, or remove it"
         )
     return content

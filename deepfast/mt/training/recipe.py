@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from deepfast.checks import shown
 from deepfast.connections import names
@@ -31,7 +31,7 @@ from deepfast.mt.training.sections import (
 SIZES = {"base": base, "big": big}
 
 PLANNED = {
-    "cross_attention": ("top",), "share_embeddings": ("all",), "norm_kind": ("layer", "rms"),
+    "cross_attention": ("top",), "share_embeddings": ("all",), "norm_type": ("layer", "rms"),
     "encoder_fusion": (None,), "decoder_fusion": (None,),
     "encoder_connection": names("planned"), "decoder_connection": names("planned"),
 }  # fmt: skip
@@ -53,9 +53,12 @@ class Recipe:
     """How long, how, and what to keep."""
     parallel: ParallelSection = field(default_factory=ParallelSection)
     """How the ranks share the model, under torchrun."""
-    memory: str | None = None
-    """A size such as "24GiB": a plan decides what each layer keeps for backward, so that a step
-    fits into it. Or the name of a memory policy for all layers. None: "keep"."""
+    recompute: Literal[POLICIES] | None = None  # type: ignore[valid-type]
+    """What backward recomputes of each layer, one of `deepfast.memory.POLICIES`. None: "none", or
+    what a plan chooses for `memory_budget`."""
+    memory_budget: str | None = None
+    """A size such as "24GiB": a plan chooses what backward recomputes of each layer, so that a step
+    fits into it."""
     grow: dict[str, Any] | None = None
     """A second run puts layers on top of the first run's best checkpoint. The first run is in
     `output`/stage1, the second in `output`/stage2. All keys are optional:
@@ -82,8 +85,7 @@ class Recipe:
                 setattr(self, key, convert(key, getattr(self, key), kind))
         # Refuses a model that cannot be built, before any data is read.
         config = self.model_config(vocab_size=8)
-        if self.memory is not None:
-            self._check_memory(config)
+        self._check_recompute(config)
         if self.train.patience is not None and not self.data.validates:
             raise RecipeError("train.patience: expected dev pairs to validate on, got none")
         if self.train.validate_bleu and not self.data.validates:
@@ -94,28 +96,39 @@ class Recipe:
                 "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
             )
 
-    def _check_memory(self, config: Any) -> None:
+    def _check_recompute(self, config: Any) -> None:
+        given = [name for name in ("recompute", "memory_budget") if getattr(self, name) is not None]
+        if not given:
+            return
+        name = given[-1]
+        expect(len(given) == 1, name, "null beside recompute", self.memory_budget)
         stacks = isinstance(config, TransformerConfig)
-        expect(stacks, "memory", "null for a model without memory policies", self.memory)
-        unplanned = _not_planned(config)
+        expect(stacks, name, "null for a model without recompute policies", getattr(self, name))
         mixes = config.encoder_connection in MIXING
-        named = [name for name in POLICIES if mixes or name != "history"]
-        policy = f"a policy, one of {', '.join(named)}"
-        if self.memory in POLICIES:
-            expected = f"{policy}, if model.encoder_connection is {config.encoder_connection}"
-            serves = self.memory in named or isinstance(config, DepthGrowingConfig)
-            expect(serves, "memory", expected, self.memory)
-        elif unplanned is not None:
-            expected = f"{policy}, or null {unplanned}, which the planner cannot predict"
-            expect(False, "memory", expected, self.memory)
-        else:
-            try:
-                parse_bytes(self.memory)
-            except ValueError as error:
-                expected = f"a size such as 24GiB, one of {', '.join(POLICIES)}, or null"
-                raise RecipeError(
-                    f"memory: expected {expected}, got {shown(self.memory)}"
-                ) from error
+        named = ", ".join(name for name in POLICIES if mixes or name != "layer+input")
+        if name == "recompute":
+            serves = (
+                self.recompute != "layer+input" or mixes or isinstance(config, DepthGrowingConfig)
+            )
+            expected = f"one of {named}, if model.encoder_connection is {config.encoder_connection}"
+            expect(serves, name, expected, self.recompute)
+            return
+        unplanned = _not_planned(config)
+        expected = (
+            f"null {unplanned}, which the planner cannot predict; set recompute to one of {named}"
+        )
+        expect(unplanned is None, name, expected, self.memory_budget)
+        try:
+            parse_bytes(self.memory_budget)
+        except ValueError as error:
+            got = shown(self.memory_budget)
+            expected = "a size such as 24GiB, or null"
+            raise RecipeError(f"memory_budget: expected {expected}, got {got}") from error
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether a policy or a budget is given."""
+        return self.recompute is not None or self.memory_budget is not None
 
     def planned(self) -> bool:
         """Whether the planner can predict the memory of this recipe's model."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepfast import renamed
 from deepfast.checks import shown
 from deepfast.files import require
 from deepfast.mt.models import KINDS
@@ -168,7 +169,7 @@ def _read(name: str | Path) -> tuple[str, str]:
         file = importlib.resources.files("deepfast.mt") / "recipes" / f"{stem}.yaml"
         return file.read_text("utf-8"), f"{stem}.yaml"
     near = difflib.get_close_matches(stem, shipped, 1)
-    hint = f", the nearest one is {near[0]}" if near else ": deepfast train --list names them"
+    hint = f", the nearest one is {near[0]}" if near else ": deepfast mt train --list names them"
     raise RecipeError(f"{name}: expected a recipe file or the name of a shipped recipe{hint}")
 
 
@@ -265,7 +266,10 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
         elif key not in KEYS:
             key = f"{key:.100}"
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
-            raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
+            hint = f"the nearest known key is {near}"
+            if name in renamed.KEYS:
+                hint = f"it is now {prefix}{renamed.KEYS[name]}"
+            raise RecipeError(f"{where}: unknown key {key}, {hint}")
         else:
             flat[key] = convert(key, value, KEYS[key])
     return flat

@@ -311,11 +311,9 @@ def _tensorboard(folder: Path, first_step: int):
 
 
 def _bar(total_steps: int | None, first_step: int):
-    """A progress bar on the terminal; None where rich is not installed."""
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return None
+    """A progress bar on the terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     bar = Progress(
         BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
     )

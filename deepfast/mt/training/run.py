@@ -243,11 +243,11 @@ class _Run:
             say(f"nothing to resume in {self.recipe.output}: from the first step")
 
     def _fit_memory(self) -> None:
-        if self.recipe.memory is None:
+        if not self.recipe.saves_memory:
             return
         if not self.recipe.planned():
             # A policy given by name, without a prediction.
-            set_policy(self.trainer.model, self.recipe.memory)
+            set_policy(self.trainer.model, self.recipe.recompute)
             return
         if self.trainer.device.type == "cpu":
             give_back_large_blocks()
@@ -260,7 +260,7 @@ class _Run:
         trainer, section = self.trainer, self.section
         while (stopped := self._stopped(signal)) is None:
             self._finite(trainer.train_step)
-            if self.recipe.memory is not None and trainer.device.type == "cpu":
+            if self.recipe.saves_memory and trainer.device.type == "cpu":
                 release_freed_memory()
             if trainer.step % section.log_every == 0:
                 self.report.log("train", trainer.take_metrics(), seconds=self.seconds)

@@ -182,7 +182,7 @@ class DataSection(Section):
     """Pieces of a learned vocabulary of the target's own; `vocab_size` then counts the source's.
     None: both languages share one vocabulary."""
     whole_words: bool = False
-    """Learn the most frequent words in place of subwords; the text must be tokenised. `deepfast
+    """Learn the most frequent words in place of subwords; the text must be tokenised. `deepfast mt
     posunk` prepares it so that unknown words can be translated."""
     vocab_at_most: bool = False
     """Learn fewer pieces where the text is too small for `vocab_size`."""

@@ -30,7 +30,7 @@ class Attended(Mixed):
         return AttentionResiduals(num_layers, dim, **given)
 
     def make_children(self, options: Options) -> None:
-        given = {"reads": self.reads, "block": options.block, "states": "autocast"}
+        given = {"reads": self.reads, "block": options.block, "state_dtype": None}
         self.residuals = self.make_depth(
             options.connection, options.num_layers, options.dim, options.norm,
             given | {"backend": options.backend},
@@ -54,7 +54,7 @@ class Attended(Mixed):
                 residual = residual - x
             x, n = self.depth(
                 branch, history, residual=residual, dropout_p=p, out_norm=norm.as_output(),
-                want_x=whole or shown,
+                return_x=whole or shown,
             )  # fmt: skip
             if shown:
                 note(states, x)

@@ -33,7 +33,7 @@ class Options:
     num_layers: int
     dim: int
     norm: str
-    norm_kind: str
+    norm_type: str
     dropout: float
     dlcl: dict | None = None
     block: int | None = None
@@ -44,7 +44,7 @@ class Options:
     def __post_init__(self) -> None:
         op, name = self.op, self.connection
         checks.choice(op, CONNECTIONS, connection=name)
-        check_norms(op, name, self.norm, self.norm_kind)
+        check_norms(op, name, self.norm, self.norm_type)
         if self.dlcl and CONNECTIONS[name].dlcl is None:
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {name!r}")
         if self.block is not None and name != "block_attnres":
@@ -135,7 +135,7 @@ class Connection(nn.Module):
     @staticmethod
     def make_norms(options: Options, count: int) -> Sequence[Norm]:
         """A list of norms of the stack's kind."""
-        make = NORMS[options.norm_kind]
+        make = NORMS[options.norm_type]
         return nn.ModuleList(make(options.dim, backend=options.backend) for _ in range(count))  # type: ignore[return-value]
 
     def calls(self, layer: Any, policy: str, options: dict) -> list[LayerCall]:
@@ -177,7 +177,8 @@ def run_layer(
     norm: Norm | None,
     history: DepthHistory | None,
 ) -> Any:
-    """Runs one layer, or one part of it, under its memory policy; returns what the layer returns.
+    """Runs one layer, or one part of it, under its recompute policy; returns what the layer
+    returns.
 
     Args:
         x: the layer's input; for a part, its normalised input.
@@ -189,8 +190,8 @@ def run_layer(
     part = part_of(call)
     # The feed-forward block without its hidden activation runs again from n, without its last
     # product.
-    if part is not None and (policy in RERUN or (part == "feed_forward" and policy != "keep")):
-        policy = "history"
+    if part is not None and (policy in RERUN or (part == "feed_forward" and policy != "none")):
+        policy = "layer+input"
 
     def run(x: Tensor, n: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         return layer(x, normed=n, **options)
@@ -204,7 +205,7 @@ def run_layer(
     # that torch.compile traces has none.
     learns = x.requires_grad or (n is not None and n.requires_grad)
     states = learns and history is not None and history.state is not None
-    if policy == "history" and states:
+    if policy == "layer+input" and states:
         return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
     if policy in RERUN:
         return rerun(layer, run, (x, n), _from_input(x, n, norm), options)
@@ -222,8 +223,8 @@ def run_layer(
 
 
 def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
-    """Returns the function that recomputes the inputs from the states (policy "history"): x and n
-    or, unless ``both``, the only input of a post-norm layer or of a part."""
+    """Returns the function that recomputes the inputs from the states (policy "layer+input"): x and
+    n or, unless ``both``, the only input of a post-norm layer or of a part."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
     state, k = history.state, history.state.pushed - 1
@@ -240,7 +241,7 @@ def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
 
 
 def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
-    """Returns the function that gives x, which it keeps, and recomputes n (policy "states")."""
+    """Returns the function that gives x, which it keeps, and recomputes n (policy "layer")."""
     x_kept = Kept(x)
     if n is None:
         return lambda: (x_kept(), None)

@@ -58,10 +58,10 @@ class Mixed(Connection):
         return DLCL(num_layers, dim, **dlcl_options(connection, norm, given))
 
     def make_children(self, options: Options) -> None:
-        given = {"norm_kind": options.norm_kind} | (options.dlcl or {})
+        given = {"norm_type": options.norm_type} | (options.dlcl or {})
         self.dlcl = self.make_depth(
             options.connection, options.num_layers, options.dim, options.norm,
-            {"states": "autocast", "backend": options.backend} | given,
+            {"state_dtype": None, "backend": options.backend} | given,
         )  # fmt: skip
 
     @property
@@ -132,7 +132,7 @@ class Mixed(Connection):
             return self.depth(branch, history, residual=residual, dropout_p=dropout_p)
         x, n = self.depth(
             branch, history, residual=residual, dropout_p=dropout_p, out_norm=norm.as_output(),
-            want_x=states is not None,
+            return_x=states is not None,
         )  # fmt: skip
         note(states, x)
         return n

@@ -41,7 +41,7 @@ class LayerFusion(nn.Module):
     Args:
         num_states: L + 1.
         dim: D.
-        kind: one of `FUSIONS`.
+        fusion_type: one of `FUSIONS`.
         hops: number of softmaxes; None: 4 in "attention". Not every kind reads hops,
             attention_dim, hidden_dim, activation and shared; see `OPTIONS`.
         attention_dim: rows of W_1.
@@ -71,7 +71,7 @@ class LayerFusion(nn.Module):
         self,
         num_states: int,
         dim: int,
-        kind: str = "attention",
+        fusion_type: str = "attention",
         *,
         hops: int | None = None,
         attention_dim: int = 1024,
@@ -85,10 +85,10 @@ class LayerFusion(nn.Module):
         backend: str | None = None,
     ):
         super().__init__()
-        checks.choice("LayerFusion", FUSIONS, kind=kind)
+        checks.choice("LayerFusion", FUSIONS, fusion_type=fusion_type)
         checks.choice("LayerFusion", ACTIVATIONS, activation=activation)
-        attending = kind in WITH_ATTENTION
-        if hops is None and kind != "channel_attention":
+        attending = fusion_type in WITH_ATTENTION
+        if hops is None and fusion_type != "channel_attention":
             hops = 4
         if layer_embeddings is None:
             layer_embeddings = attending
@@ -99,7 +99,8 @@ class LayerFusion(nn.Module):
             layer_embeddings=layer_embeddings, own_embedding=own_embedding,
         )  # fmt: skip
         checks.whole("LayerFusion", 1 if word_embedding else 2, num_states=num_states)
-        self.num_states, self.dim, self.kind, self.backend = num_states, dim, kind, backend
+        self.num_states, self.dim, self.backend = num_states, dim, backend
+        self.fusion_type = fusion_type
         self.activation = activation
         self.first = 0 if word_embedding else 1
         self.with_embeddings = layer_embeddings
@@ -111,12 +112,14 @@ class LayerFusion(nn.Module):
         self.layer_embedding = None
         if layer_embeddings and own_embedding:
             self.layer_embedding = layer_embedding(num_states, dim)
-        parts = {"feed_forward": count, "attention": hops, "channel_attention": hops}.get(kind)
+        parts = {"feed_forward": count, "attention": hops, "channel_attention": hops}.get(
+            fusion_type
+        )
         if attending:
             self.w1 = nn.ModuleList(  # type: ignore[assignment]
                 _matrix(dim, attention_dim) for _ in range(1 if shared else count)
             )
-            width = 1 if kind == "attention" else dim
+            width = 1 if fusion_type == "attention" else dim
             self.w2 = _matrix(attention_dim, width * (hops or 1))
         self.feeds = parts is not None
         if parts is not None:
@@ -164,22 +167,22 @@ class LayerFusion(nn.Module):
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             check_input("LayerFusion", "states[0]", states[0], linear)
         checks.flag("LayerFusion", return_attention=return_attention)
-        if return_attention and self.kind not in WITH_ATTENTION:
-            raise ValueError(f"LayerFusion: {self.kind!r} has no attention to return")
+        if return_attention and self.fusion_type not in WITH_ATTENTION:
+            raise ValueError(f"LayerFusion: {self.fusion_type!r} has no attention to return")
         embedding = self._embedding(layer_embedding)
         states = states[self.first :]
         if self.source_norms is not None:
             normed = [norm(z) for norm, z in zip(self.source_norms, states[:-1], strict=True)]
             states = [*normed, states[-1]]
         weights = None
-        if self.kind == "average":
+        if self.fusion_type == "average":
             y = self._average(states, embedding)
-        elif self.kind == "feed_forward":
+        elif self.fusion_type == "feed_forward":
             y = torch.cat(states, -1)
         else:
             y, weights = self._attend(states, embedding)
         if self.feeds:
-            fixed = embedding if self.kind == "feed_forward" else None
+            fixed = embedding if self.fusion_type == "feed_forward" else None
             y = self._feed_forward(y, fixed)
         y = self.norm(y)
         return (y, F.pad(weights.detach().mT, (self.first, 0))) if return_attention else y
@@ -198,10 +201,8 @@ class LayerFusion(nn.Module):
         scores = torch.stack([self._score(z, index, e) for index, (z, e) in numbered], -2)
         dtype = compute_dtype(states[0].dtype)
         weights = scores.to(dtype).softmax(-2)
-        if self.kind == "attention":
-            m: Tensor = ops.depth_attention(  # type: ignore[assignment]
-                states, scores=scores, backend=self.backend
-            )
+        if self.fusion_type == "attention":
+            m = ops.depth_attention(states, scores=scores, backend=self.backend)
             if embedding is not None:
                 m = m + (weights.mT @ embedding.to(dtype)).to(m.dtype)
         else:
@@ -247,7 +248,7 @@ class LayerFusion(nn.Module):
         return self.down(ops.activation(F.linear(x, w, bias), "relu", backend=self.backend))
 
     def extra_repr(self) -> str:
-        return f"num_states={self.num_states}, dim={self.dim}, kind={self.kind!r}"
+        return f"num_states={self.num_states}, dim={self.dim}, fusion_type={self.fusion_type!r}"
 
 
 def layer_embedding(num_states: int, dim: int) -> nn.Parameter:

@@ -212,7 +212,7 @@ class MUDD(nn.Module):
         bias = self.bias[row - 1]
         weight, y = ops.feed_forward(
             y, None, None, self.up[row - 1], None, self.down[row - 1], bias.view(-1), self.eps,
-            rms=True, residual=residual, dropout_p=dropout_p, activation="gelu",
+            norm_type="rms", residual=residual, dropout_p=dropout_p, activation="gelu",
             training=self.training, seed=seed, backend=self.backend,
         )  # fmt: skip
         out = self._read(y, weight.unflatten(-1, bias.shape), history)

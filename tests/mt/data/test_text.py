@@ -100,7 +100,7 @@ LINES = gzip.compress(b"".join(b"line %d\n" % i for i in range(999)))
 @pytest.mark.parametrize(
     ("source", "target", "sentence"),
     [
-        (b"a\nb\nc\n", b"A\nB\n", r"got 3 in \S+\.en and 2 in \S+\.de$"),
+        (b"a\nb\nc\n", b"A\nB\n", r"as many lines in \S+\.en as in \S+\.de, got 3 and 2$"),
         *((text, text, "at least one sentence pair in") for text in (
             b"", b"\n\n", "\u200b\n\ufeff\n".encode())),
         (b"good\nalso good\nb\xe4d\n", b"1\n2\n3\n",

@@ -11,7 +11,7 @@ TARGET = torch.tensor([[2, 9, 5, 6], [2, 4, 0, 0], [2, 8, 7, 0]])
 LABELS = torch.tensor([[9, 5, 6, 3], [4, 3, 0, 0], [8, 7, 3, 0]])
 REAL = TARGET != 0
 
-SIZES = {"vocab_size": 11, "dim": 12, "heads": 3, "ffn_dim": 20, "encoder_layers": 3,
+SIZES = {"vocab_size": 11, "dim": 12, "num_heads": 3, "ffn_dim": 20, "encoder_layers": 3,
          "decoder_layers": 2}  # fmt: skip
 RECURRENT = {"vocab_size": 11, "dim": 6, "embedding_dim": 5, "encoder_layers": 3,
              "decoder_layers": 2}  # fmt: skip
@@ -33,15 +33,15 @@ TRANSFORMERS = {
     "dlcl, post": both("dlcl", norm="post"),
     "residual": both("residual"),
     "residual, post": both("residual", norm="post"),
-    "vector": {"dlcl": {"weight": "vector", "init": "one", "window": 2}},
+    "vector": {"dlcl": {"weight_type": "vector", "init": "one", "window": 2}},
     "group, post": {"norm": "post", "encoder_connection": "residual", "decoder_connection": "dlcl",
-                    "dlcl": {"weight": "group", "groups": 3, "softmax": True}},
+                    "dlcl": {"weight_type": "group", "groups": 3, "softmax": True}},
     "denseformer": both("denseformer"),
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
     "mudd": both("mudd"),
-    "rms": {"norm_kind": "rms"},
-    "rms, post": {"norm_kind": "rms", "norm": "post"},
+    "rms": {"norm_type": "rms"},
+    "rms, post": {"norm_type": "rms", "norm": "post"},
     "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13, "first_position": 2},
     "decoder's embedding": {"share_embeddings": "decoder", "target_vocab_size": 13},
     "latent": both("latent"),
@@ -65,7 +65,7 @@ GROWING = {
     "dlcl below": {},
     "dlcl on top": {"encoder_connection": "residual", "top_encoder_connection": "dlcl",
                     "top_decoder_connection": "dlcl",
-                    "top_dlcl": {"weight": "vector", "init": "one"}},
+                    "top_dlcl": {"weight_type": "vector", "init": "one"}},
     "dlcl everywhere": {"decoder_connection": "dlcl", "top_encoder_connection": "dlcl",
                         "dlcl": {"window": 2}, "top_decoder_connection": "dlcl",
                         "embedding_norm": True},

@@ -7,8 +7,8 @@ from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.models.checkpoint import load_model
 
 CONFIG = {
-    "vocab_size": 11, "dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3,
-    "decoder_layers": 2, "dlcl": {"weight": "vector", "learnable": False}, "backend": "cpu",
+    "vocab_size": 11, "dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 3,
+    "decoder_layers": 2, "dlcl": {"weight_type": "vector", "learnable": False}, "backend": "cpu",
 }  # fmt: skip
 VOCABULARY = bytes(range(256))
 SOURCE, TARGET = torch.tensor([[5, 6, 3]]), torch.tensor([[2, 7]])
@@ -23,7 +23,7 @@ def model():
 def content(model):
     return {
         "format": "deepfast-checkpoint",
-        "version": 1,
+        "version": 2,
         "config": CONFIG,
         "model": model.state_dict(),
         "vocabulary": VOCABULARY,
@@ -133,7 +133,7 @@ LACKS = ...
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 2}, "by a newer deepfast: expected version 1 at most, got 2"),
+        ({"version": 3}, "by a newer deepfast: expected version 2 at most, got 3"),
         ({"config": LACKS, "vocabulary": LACKS}, "the checkpoint lacks config, vocabulary"),
         *(({"model": {"embedding.weight": weight}}, "embedding.weight must be a tensor of floati")
           for weight in (3, torch.zeros(11, 16, dtype=torch.int64))),

@@ -24,9 +24,9 @@ REFUSED = {
         ({"vocab_size": 0}, f"vocab_size {WHOLE} 0"),
         ({"encoder_layers": 0}, f"encoder_layers {WHOLE} 0"),
         ({"decoder_layers": 2.5}, f"decoder_layers {WHOLE} 2.5"),
-        ({"heads": True}, f"heads {WHOLE} True"),
-        ({"dim": 18, "heads": 4}, "dim must be an even multiple of heads 4, got 18"),
-        ({"dim": 15}, "dim must be an even multiple of heads 3, got 15"),
+        ({"num_heads": True}, f"num_heads {WHOLE} True"),
+        ({"dim": 18, "num_heads": 4}, "dim must be an even multiple of num_heads 4, got 18"),
+        ({"dim": 15}, "dim must be an even multiple of num_heads 3, got 15"),
         ({"padding_idx": 11}, "padding_idx must be a whole number from 0 to 10, got 11"),
         ({"first_position": -1}, "first_position must be a whole number of at least 0, got -1"),
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
@@ -36,7 +36,7 @@ REFUSED = {
         ({"mixture_dropout": 1}, r"mixture_dropout must be a number in \[0, 1\)"),
         ({"init": "normal"}, "init must be one of xavier, fan_in, got 'normal'"),
         ({"norm": "mid"}, "norm must be one of pre, post, got 'mid'"),
-        ({"norm_kind": "none"}, "norm_kind='none' needs norm='pre' and the connection residual"),
+        ({"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection residual"),
         ({"norm": "post", "encoder_connection": "mudd"}, "encoder_connection mudd needs norm pre"),
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
         ({"cross_attention": "all"}, "cross_attention must be one of top, transparent"),
@@ -47,14 +47,14 @@ REFUSED = {
         ({"target_vocab_size": 12}, "target_vocab_size must be the source's 11 where share_emb"),
         ({"target_vocab_size": 0}, f"target_vocab_size {WHOLE}"),
         ({"dlcl": {"window": 2.5}}, f"dlcl: window {WHOLE} 2.5"),
-        ({"dlcl": {"weight": "matrix"}}, "dlcl: weight must be one of"),
+        ({"dlcl": {"weight_type": "matrix"}}, "dlcl: weight_type must be one of"),
         ({"dlcl": {1: 2, "a": 3}}, "dlcl must have keys among .*weight.*, got 1, a"),
         (both("residual", dlcl={"window": 2}), "dlcl needs a side with connection 'dlcl'"),
         # Fusions of layers.
         ({"encoder_fusion": "sum"}, "encoder_fusion must be one of None, average.*got 'sum'"),
         ({"fusion": {1: 2, "hops": 3}}, r"a side with a fusion for \[1, 'hops'\], got none"),
-        ({"encoder_fusion": "attention", "fusion": {"heads": 2}},
-         "fusion must have keys among activation, attention_dim.*got heads"),
+        ({"encoder_fusion": "attention", "fusion": {"num_heads": 2}},
+         "fusion must have keys among activation, attention_dim.*got num_heads"),
         ({"encoder_fusion": "attention", "fusion": {"hops": 0}}, f"fusion: hops {WHOLE} 0"),
         ({"encoder_fusion": "attention", "fusion": {"shared": "no"}},
          "fusion: shared must be True or False, got 'no'"),
@@ -83,7 +83,7 @@ REFUSED = {
         ({"top_encoder_connection": "dense"}, "top_encoder_connection must be one of dlcl, resi"),
         ({"top_dlcl": {"window": 2}}, "top_dlcl needs a side with connection 'dlcl'"),
         ({"top_dlcl": {"wide": 2}, "top_encoder_connection": "dlcl"}, "got wide"),
-        ({"dim": 15}, "dim must be an even multiple of heads 3, got 15"),
+        ({"dim": 15}, "dim must be an even multiple of num_heads 3, got 15"),
         ({"cross_attention": "transparent"}, "cross_attention must be top in a model that grows"),
         ({"encoder_connection": "latent"}, "encoder_connection must not be latent in a model tha"),
         ({"top_decoder_connection": "latent"}, "top_decoder_connection must not be latent in a m"),
@@ -111,10 +111,15 @@ def test_refused_with_a_sentence(kind, changes, sentence):
 
 
 def test_sizes_of_the_paper():
-    sizes = [(c.dim, c.heads, c.ffn_dim, c.dropout) for c in (base(9), big(9))]
+    sizes = [(c.dim, c.num_heads, c.ffn_dim, c.dropout) for c in (base(9), big(9))]
     assert sizes == [(512, 8, 2048, 0.1), (1024, 16, 4096, 0.3)]
     changed = big(9, dim=256, dropout=0.0)
-    assert (changed.vocab_size, changed.dim, changed.heads, changed.dropout) == (9, 256, 16, 0.0)
+    assert (changed.vocab_size, changed.dim, changed.num_heads, changed.dropout) == (
+        9,
+        256,
+        16,
+        0.0,
+    )
     # Vaswani et al. 2017, table 3: 65 million with a shared vocabulary of 37,000.
     with torch.device("meta"):
         vaswani = Transformer(base(37_000, norm="post", encoder_connection="residual"))

@@ -125,10 +125,10 @@ def test_memory_policies_give_the_same_gradients(name):
     model = make(name, dropout=0.3).train()
     expected = gradients(model)
     for policy in POLICIES:
-        model.encoder.set_memory(policy)
+        model.encoder.set_recompute(policy)
         # A decoder of plain residual layers has no history to keep.
-        plain = model.config.decoder_connection == "residual" and policy == "history"
-        model.decoder.set_memory("states" if plain else policy)
+        plain = model.config.decoder_connection == "residual" and policy == "layer+input"
+        model.decoder.set_recompute("layer" if plain else policy)
         loss, found = gradients(model)
         assert loss == expected[0], policy
         for key, gradient in expected[1].items():

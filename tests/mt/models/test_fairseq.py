@@ -52,7 +52,8 @@ def convert(tmp_path, capsys):
         for side, tokens in (("source", source), ("target", target)):
             lines = (f"{token} {100 - n}\n" for n, token in enumerate(tokens))
             (tmp_path / f"dict.{side}").write_text("".join(lines), encoding="utf-8")
-        code = main(["convert", str(tmp_path / "old.pt"), "--output", str(tmp_path / "new.pt"),
+        code = main(["mt", "convert", str(tmp_path / "old.pt"),
+                     "--output", str(tmp_path / "new.pt"),
                      "--source-dictionary", str(tmp_path / "dict.source"),
                      "--target-dictionary", str(tmp_path / "dict.target"), *flags])  # fmt: skip
         said = capsys.readouterr()

@@ -23,7 +23,7 @@ LOGITS = {
 
 
 def build(languages=LANGUAGES, latent=None, **changes):
-    sizes = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 4}
+    sizes = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 4}
     connections = {"encoder_connection": "latent", "decoder_connection": "latent"}
     config = TransformerConfig(
         vocab_size=13, languages=languages, latent=latent or {}, **sizes | connections | changes

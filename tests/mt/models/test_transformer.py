@@ -30,7 +30,7 @@ def test_rms_norms(name):
     """All norms are RMS norms, those inside the mixture too."""
     model = make(name)
     assert "RMS norm" in model.describe()
-    assert model.encoder.connection.dlcl.norm_kind == "rms"
+    assert model.encoder.connection.dlcl.norm_type == "rms"
     assert not any(type(module) is LayerNorm for module in model.modules())
     norms = [module for module in model.modules() if type(module) is RMSNorm]
     # In pre-norm each stack has one more, after its last layer.
@@ -151,7 +151,7 @@ def test_the_output_is_that_of_the_fusion(kind, norm):
     def fused_output(stack, fusion, *args):
         states = []
         y = stack.forward_packed(*args, states=states)
-        embedding = (model.fusions.layer_embedding,) if fusion.kind in WITH_ATTENTION else ()
+        embedding = (model.fusions.layer_embedding,) if fusion.fusion_type in WITH_ATTENTION else ()
         return fusion([*states[:-1], y], *embedding)
 
     x, packing = model.embed_source(SOURCE)
@@ -213,7 +213,7 @@ def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
     assert loaded.config.fusion == {}
     assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
     check_config("a.pt", content, model.config)
-    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"heads": 1}}):
+    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"num_heads": 1}}):
         torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
         with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
             load_model(tmp_path / "a.pt")

@@ -24,7 +24,7 @@ SENTENCES = [
 ] * 3
 
 
-SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
+SIZES = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
 
 
 def lively(vocab_size=9, seed=0, **changes):

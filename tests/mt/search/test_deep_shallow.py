@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.cli.decoding import add_decoding_arguments, decoding_words
+from deepfast.cli.mt.decoding import add_decoding_arguments, decoding_words
 from deepfast.mt.search import (
     DecodingOptions,
     beam_search,
@@ -127,16 +127,17 @@ def test_commands(grown_model, vocabulary, grown_checkpoint, tmp_path, capsys):
     (tmp_path / "dev.en").write_text("".join(f"{line}\n" for line in LINES))
     (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in REFERENCES))
     text = [str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
-    assert main(["tune", str(grown_checkpoint), "--source", *text, "--json", *FAST]) == 0
+    assert main(["mt", "tune", str(grown_checkpoint), "--source", *text, "--json", *FAST]) == 0
     tuned = json.loads(capsys.readouterr().out)
     weights = ["--alpha", f"{tuned['alpha']:g}", "--gamma", f"{tuned['gamma']:g}"]
 
     arguments = ["--input", str(tmp_path / "dev.en"), "--deep-shallow", *weights, *FAST]
-    assert main(["translate", str(grown_checkpoint), *arguments]) == 0
+    assert main(["mt", "translate", str(grown_checkpoint), *arguments]) == 0
     best = mixed(grown_model, vocabulary, tuned["alpha"], tuned["gamma"])
     assert capsys.readouterr().out.split("\n") == [*best, ""]
 
-    score = ["score", "--checkpoint", str(grown_checkpoint), "--source", *text, "--json", *FAST]
+    score = ["mt", "score", "--checkpoint", str(grown_checkpoint)]
+    score += ["--source", *text, "--json", *FAST]
     assert main([*score, "--deep-shallow", *weights]) == 0
     assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(tuned["bleu"])
     assert main(score) == 0
@@ -154,7 +155,7 @@ def test_tuned_flags_are_ready_to_paste_where_they_help(
     for references, helps in ((best, True), (deep, False)):
         (tmp_path / "dev.de").write_text("".join(f"{line}\n" for line in references))
         text = ["--source", str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
-        assert main(["tune", str(grown_checkpoint), *text, *FAST]) == 0
+        assert main(["mt", "tune", str(grown_checkpoint), *text, *FAST]) == 0
         _, verdict, last = capsys.readouterr().out.splitlines()
         gain = f"gains {100 - right(references)(deep):.2f} BLEU" if helps else "gains nothing"
         assert verdict == f"deep-shallow decoding {gain} over deep alone"
@@ -171,10 +172,10 @@ def test_tuned_flags_are_ready_to_paste_where_they_help(
 def test_default_weights_hint_at_tuning(grown_checkpoint, tmp_path, capsys, given, hints):
     (tmp_path / "text").write_text("the old bridge\n\na small house\n")
     arguments = ["--input", str(tmp_path / "text"), "--deep-shallow", *given, *FAST]
-    assert main(["translate", str(grown_checkpoint), *arguments]) == 0
+    assert main(["mt", "translate", str(grown_checkpoint), *arguments]) == 0
     said = capsys.readouterr()
-    assert said.err.count("deepfast tune finds good ones on a dev text") == hints
-    assert "deepfast tune" not in said.out
+    assert said.err.count("deepfast mt tune finds good ones on a dev text") == hints
+    assert "deepfast mt tune" not in said.out
 
 
 def test_decoding_arguments_are_given_again():

@@ -54,7 +54,7 @@ def test_translate_with_several_checkpoints(models, vocabulary, write, tmp_path,
     source = tmp_path / "source"
     source.write_text("".join(f"{line}\n" for line in LINES))
     paths = [write(model) for model in models]
-    assert main(["translate", *paths, "--input", str(source), *FAST]) == 0
+    assert main(["mt", "translate", *paths, "--input", str(source), *FAST]) == 0
     expected = translate_lines(
         Ensemble(models), vocabulary, LINES, DecodingOptions(beam=2, max_length=6)
     )
@@ -69,7 +69,7 @@ def test_models_that_cannot_vote(models, write, tmp_path, capsys):
         (write(models[1], vocabulary=other), "expected the vocabulary of"),
         (write(models[1], recipe={"data": {"lowercase": True}}), "got one of lower-cased text"),
     ):
-        assert main(["translate", first, path, "--input", str(source), *FAST]) == 1
+        assert main(["mt", "translate", first, path, "--input", str(source), *FAST]) == 1
         said = capsys.readouterr().err
         assert said.count("\n") == 1
         assert path in said

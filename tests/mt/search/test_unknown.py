@@ -107,7 +107,7 @@ def test_every_model_with_attention(model, grown_model, lstm, vocabulary, kind):
 @pytest.mark.parametrize("make", [lively, grown])
 def test_a_transformer_tells_its_cross_attention(make):
     """With one head, the alignment must be the weights of the values in the last layer."""
-    model = make(20, heads=1).eval()
+    model = make(20, num_heads=1).eval()
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
     weights = model.alignment(source, target)

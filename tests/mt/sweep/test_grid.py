@@ -70,7 +70,7 @@ def test_the_runs_of_each_point(tmp_path):
         (["model.dim=16"], ["model.dim=8"], "model.dim: expected either an override or --over"),
         (["model.dim=16"], ["resume=true"], "resume: expected no override, --output decides it"),
         (["model.dimm=16"], [], "unknown key model.dimm, the nearest known key is model.dim"),
-        (["model.heads=2,x"], [], "model.heads: expected a whole number, got 'x'"),
+        (["model.num_heads=2,x"], [], "model.num_heads: expected a whole number, got 'x'"),
         (["model.dim=16"], ["data.dev_size=0", "data.test_size=0"], "expected dev or test pairs"),
     ],
 )
@@ -81,8 +81,9 @@ def test_refused_with_a_sentence_before_any_run(tmp_path, overs, overrides, sent
 
 
 def test_the_commands_of_the_page_can_run(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "systems.md").read_text()
-    commands = re.findall(r"^    deepfast sweep (.*)$", page, re.MULTILINE)
+    page = (Path(__file__).parents[3] / "docs" / "translation.md").read_text()
+    page = page.replace("\\\n", "")
+    commands = re.findall(r"^    deepfast mt sweep (phrases.*)$", page, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         recipe, *words = shlex.split(command)
@@ -113,12 +114,12 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("result", '{"seed": 1}', "result.json: expected what deepfast sweep writes, got other"),
-        ("result", '{"seed": 1, "process_bytes": 9}', "result.json: expected what deepfast sweep"),
-        ("result", "[]", "result.json: expected what deepfast sweep writes, got other content"),
-        ("settings", '{"model"', "settings.json: expected what deepfast sweep writes, got other"),
-        ("settings", "[1]", "settings.json: expected what deepfast sweep writes, got other"),
-        ("settings", "{}", "settings.json: expected what deepfast sweep writes, got other"),
+        ("result", '{"seed": 1}', "result.json: expected what deepfast mt sweep writes"),
+        ("result", '{"seed": 1, "process_bytes": 9}', "result.json: expected what deepfast mt"),
+        ("result", "[]", "result.json: expected what deepfast mt sweep writes, got other content"),
+        ("settings", '{"model"', "settings.json: expected what deepfast mt sweep writes"),
+        ("settings", "[1]", "settings.json: expected what deepfast mt sweep writes"),
+        ("settings", "{}", "settings.json: expected what deepfast mt sweep writes"),
         ("settings", None, "settings.json: cannot be read (No such file or directory)"),
     ],
 )

@@ -44,7 +44,7 @@ def make_recipe(corpus, tmp_path):
                 for side, suffix in (("source", "en"), ("target", "de"))
             }
             | {"vocab_size": 60, "max_tokens": 120, "max_length": 40},
-            "model": {"dim": 16, "heads": 2, "ffn_dim": 32, "encoder_layers": 3,
+            "model": {"dim": 16, "num_heads": 2, "ffn_dim": 32, "encoder_layers": 3,
                       "decoder_layers": 1, "dropout": 0.2},
             "optim": {"lr": 5e-3, "warmup": 10},
             "train": {"device": "cpu", "max_steps": 12, "validate_every": 5, "save_every": 4,

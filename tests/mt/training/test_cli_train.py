@@ -1,4 +1,4 @@
-"""`deepfast train`: output, exit codes, and a real kill."""
+"""`deepfast mt train`: output, exit codes, and a real kill."""
 
 import io
 import os
@@ -24,13 +24,13 @@ def recipe_path(make_recipe, tmp_path):
 
 
 def test_list_has_one_line_each(capsys):
-    assert main(["train", "--list"]) == 0
+    assert main(["mt", "train", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(recipe_names())
 
 
 def test_overrides_may_stand_behind_options(recipe_path, capsys):
-    words = ["train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
+    words = ["mt", "train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "lr: 0.002" in said
@@ -48,7 +48,7 @@ def test_overrides_may_stand_behind_options(recipe_path, capsys):
 def test_an_output_that_is_no_plain_word(recipe_path, tmp_path, monkeypatch, capsys, output, place):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(recipe_path), "train.max_steps=2", f"output={output}"]) == 0
+    assert main(["mt", "train", str(recipe_path), "train.max_steps=2", f"output={output}"]) == 0
     assert (tmp_path / place / "best.pt").is_file()
     command = capsys.readouterr().out.rpartition("to translate: deepfast ")[2]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
@@ -61,10 +61,10 @@ def test_a_port_that_is_taken_is_one_sentence(recipe_path, monkeypatch, capsys):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         as_rank(monkeypatch, port, 0, 2)
-        assert main(["train", str(recipe_path)]) == 1
+        assert main(["mt", "train", str(recipe_path)]) == 1
     error = capsys.readouterr().err
     said = f"torchrun: the ranks cannot meet at localhost:{port} (address already in use); "
-    assert error.startswith(f"deepfast train: {said}")
+    assert error.startswith(f"deepfast mt train: {said}")
     assert error.count("\n") == 1
 
 
@@ -84,7 +84,7 @@ def test_a_rank_whose_torchrun_is_gone_does_not_wait(monkeypatch):
 def test_an_interrupt_inside_an_import_ends_the_command(python):
     program = """if True:
         import os, signal
-        from deepfast.cli.train import importing
+        from deepfast.cli.mt.train import importing
         with importing():
             try:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -93,7 +93,7 @@ def test_an_interrupt_inside_an_import_ends_the_command(python):
         print("went on")"""
     done = python("-c", program, check=False)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "deepfast train: interrupted\n"
+    assert done.stderr == "deepfast mt train: interrupted\n"
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -102,7 +102,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
     if there:
         (tmp_path / "runs" / "first").mkdir(parents=True)
     folder = tmp_path / "runs" / "first" / "second"
-    assert main(["train", str(recipe_path), "data.train_source=/nowhere", f"output={folder}"]) == 1
+    words = [str(recipe_path), "data.train_source=/nowhere", f"output={folder}"]
+    assert main(["mt", "train", *words]) == 1
     assert not folder.exists()
     assert (tmp_path / "runs" / "first").exists() == (tmp_path / "runs").exists() == there
 
@@ -110,8 +111,8 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
 @pytest.mark.parametrize(
     ("rank", "local", "said"),
     [
-        ("0", "0", "deepfast train: x=1: "),
-        ("2", "0", "deepfast train: rank 2: x=1: "),
+        ("0", "0", "deepfast mt train: x=1: "),
+        ("2", "0", "deepfast mt train: rank 2: x=1: "),
         ("1", "1", ""),
     ],
 )
@@ -121,7 +122,7 @@ def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(
     """Each machine may have another file."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local)
-    assert main(["train", str(recipe_path), "x=1"]) == 1
+    assert main(["mt", "train", str(recipe_path), "x=1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(said)
     assert bool(error) == bool(said)
@@ -156,7 +157,7 @@ def send(monkeypatch):
 def test_signals_have_their_exit_codes(recipe_path, send, capsys, tmp_path, numbers, code):
     before = list(map(signal.getsignal, numbers))
     send(*numbers)
-    assert main(["train", str(recipe_path)]) == code
+    assert main(["mt", "train", str(recipe_path)]) == code
     out = capsys.readouterr().out
     assert f"{numbers[0].name}: stopped after step 1; continue from" in out
     assert "resume=true" in out
@@ -168,14 +169,14 @@ def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         send(signal.SIGHUP)
-        assert main(["train", str(recipe_path), "train.max_steps=2"]) == 0
+        assert main(["mt", "train", str(recipe_path), "train.max_steps=2"]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_acts_at_once(recipe_path, tmp_path, send, capsys):
     send(signal.SIGINT, signal.SIGINT)
-    assert main(["train", str(recipe_path)]) == 130
+    assert main(["mt", "train", str(recipe_path)]) == 130
     assert "no further checkpoint was written" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("*.pt"))
 
@@ -185,5 +186,5 @@ def test_an_interrupt_before_the_first_step(recipe_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("deepfast.mt.training.run.load_corpus", interrupted)
-    assert main(["train", str(recipe_path)]) == 130
+    assert main(["mt", "train", str(recipe_path)]) == 130
     assert "interrupted" in capsys.readouterr().err

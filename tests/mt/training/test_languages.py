@@ -135,17 +135,17 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     content["model"]["decoder.latent.logits"] = torch.tensor([[1.0, -1, 1, -1], [1.0, 1, -1, -1]])
     whole, small, english = (str(tmp_path / n) for n in ("whole.pt", "small.pt", "test.en"))
     torch.save(content, whole)
-    assert main(["prune", whole, "--language", "de", "--output", small]) == 0
+    assert main(["mt", "prune", whole, "--language", "de", "--output", small]) == 0
     said = capsys.readouterr().out
     assert "decoder: 2 of 4 layers" in said
-    assert said.endswith(f"to translate: deepfast translate {small} --language de < FILE\n")
+    assert said.endswith(f"to translate: deepfast mt translate {small} --language de < FILE\n")
     assert load_model(small)[0].config.decoder_connection == "residual"
     lines = (tagged / "test.source").read_text().splitlines()
     (tmp_path / "test.en").write_text("".join(line.partition(" ")[2] + "\n\n" for line in lines))
     outputs = []
     for checkpoint in (whole, small):
         options = ["--language", "de", "--beam", "2", "--max-length", "8", "--device", "cpu"]
-        assert main(["translate", checkpoint, "--input", english, *options]) == 0
+        assert main(["mt", "translate", checkpoint, "--input", english, *options]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert len(outputs[0].split("\n")) == 2 * len(lines) + 1
@@ -161,10 +161,10 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
         ([small], "a", ["--language", "de"], "expected lines without a tag, got <de> in front of"),
     ):  # fmt: skip
         (tmp_path / "other.en").write_text(f"<de> house\n\n{first}\n")
-        assert main(["translate", *checkpoints, "--input", other, *language]) == 1
+        assert main(["mt", "translate", *checkpoints, "--input", other, *language]) == 1
         assert sentence in capsys.readouterr().err
 
 
 def test_a_budget_of_memory(latent_recipe):
-    result = train(latent_recipe({"memory": "states", "train.max_steps": 2}), quiet=True)
+    result = train(latent_recipe({"recompute": "layer", "train.max_steps": 2}), quiet=True)
     assert rows(result.output, "memory")[0]["policies"]

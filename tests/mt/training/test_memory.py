@@ -20,41 +20,41 @@ WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
 def limits(make_recipe, make_trainer):
     """Bytes of a step that keeps everything, and of one that keeps the least."""
     trainer = make_trainer(WIDE)
-    frugal = make_recipe(WIDE | {"memory": "history"})
+    frugal = make_recipe(WIDE | {"recompute": "layer+input"})
     return plan_run(trainer.recipe, trainer, 2**50).peak, plan_run(frugal, trainer).peak
 
 
 @pytest.mark.parametrize(
     ("changes", "policies"),
-    [({}, ("keep", "lean", "history")),
-     ({"model.encoder_connection": "attnres", "model.share_embeddings": "none"}, ("leaner",))],
+    [({}, ("none", "ffn", "layer+input")),
+     ({"model.encoder_connection": "attnres", "model.share_embeddings": "none"}, ("ffn+qkv",))],
     ids=["planned", "nothing planned"],
 )  # fmt: skip
 def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path, changes, policies):
     """The losses are the same to the bit under every policy, with a trial before them."""
     seen = {}
-    for memory in (None, *policies):
-        output = {"memory": memory, "output": str(tmp_path / str(memory))}
+    for policy in (None, *policies):
+        output = {"recompute": policy, "output": str(tmp_path / str(policy))}
         result = train(make_recipe(WIDE | changes | output), quiet=True)
-        seen[memory] = [(row["step"], row["loss"]) for row in rows(result.output, "train")]
-        assert len(rows(result.output, "memory")) == (memory is not None and not changes)
+        seen[policy] = [(row["step"], row["loss"]) for row in rows(result.output, "train")]
+        assert len(rows(result.output, "memory")) == (policy is not None and not changes)
         assert result.step == 2
         # The checkpoint's model and config do not name the policies.
-        assert "memory" not in torch.load(result.checkpoint, weights_only=True)["config"]
-    for memory in policies:
-        assert seen[memory] == seen[None]
+        assert "recompute" not in torch.load(result.checkpoint, weights_only=True)["config"]
+    for policy in policies:
+        assert seen[policy] == seen[None]
 
 
 def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
     most, least = limits
-    recipe = make_recipe(WIDE | {"memory": f"{(most + least) // 2}B"})
+    recipe = make_recipe(WIDE | {"memory_budget": f"{(most + least) // 2}B"})
     result = train(recipe)
     text = capsys.readouterr().out
     (row,) = rows(recipe.output, "memory")
     assert row["step"] == 0
-    assert row["measured_bytes"] <= row["predicted_bytes"] <= parse_bytes(recipe.memory)
-    assert "keep" not in row["policies"].split(";")[0]
-    assert f"memory policies: {row['policies']}\n" in text
+    assert row["measured_bytes"] <= row["predicted_bytes"] <= parse_bytes(recipe.memory_budget)
+    assert "none" not in row["policies"].split(";")[0]
+    assert f"recompute policies: {row['policies']}\n" in text
     assert "\nit fits\n" in text
     assert " predicted, " in text
     assert f"stopped by max_steps after {result.seconds:.0f} s, peak of live tensors " in text
@@ -63,7 +63,7 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
 def test_the_prediction_holds_for_full_batches(make_trainer):
     """The largest micro-batch has fewer tokens than max_tokens; with its tokens the plan holds."""
     for policy in POLICIES:
-        trainer = make_trainer(WIDE | {"memory": policy})
+        trainer = make_trainer(WIDE | {"recompute": policy})
         batch = trainer.corpus.batches.largest()
         row = fit_memory(trainer, lambda _: None)
         share = (batch.source_tokens + batch.target_tokens) / 1200
@@ -78,23 +78,24 @@ def test_accumulation_holds_gradients_beside_activations(make_trainer):
 
 def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):
     monkeypatch.setattr(Trainer, "measure", None)
-    with pytest.raises(TrainingError, match=r"^memory: expected a step within 1\.00 MiB, got one "
+    with pytest.raises(TrainingError, match=r"^memory_budget: expected a step within 1\.00 "
+    r"MiB, got one "
                        r"of .* for data\.max_tokens=600: .*") as error:  # fmt: skip
-        train(make_recipe(WIDE | {"memory": "1MiB"}), quiet=True)
+        train(make_recipe(WIDE | {"memory_budget": "1MiB"}), quiet=True)
     assert "\n" not in str(error.value)
 
 
 def test_after_a_plan_that_was_too_low_another_one_is_made(make_trainer, monkeypatch, limits):
     budget, said = int(1.3 * limits[0]), []
-    trainer = make_trainer(WIDE | {"memory": f"{budget}B"})
+    trainer = make_trainer(WIDE | {"memory_budget": f"{budget}B"})
     trials = iter([1.5 * budget, 0.9 * budget])
     monkeypatch.setattr(trainer, "measure", lambda: next(trials))
     row = fit_memory(trainer, said.append)
     assert row["measured_bytes"] == int(0.9 * budget)
-    assert row["policies"] != "keep; decoder keep"
-    assert said[-1].startswith("a trial with memory policies keep; decoder keep took ")
+    assert row["policies"] != "none; decoder none"
+    assert said[-1].startswith("a trial with recompute policies none; decoder none took ")
     # The lowest layer's comes first, after the number of layers where they differ.
-    assert re.match(rf"(\d+ )?{trainer.model.encoder.policies[0]}\b", row["policies"])
+    assert re.match(rf"(\d+ )?{re.escape(trainer.model.encoder.policies[0])}\b", row["policies"])
 
 
 @pytest.mark.parametrize("share", [1.3, 1.02])
@@ -104,33 +105,33 @@ def test_what_does_not_fit_when_tried_names_what_would(make_recipe, monkeypatch,
     budget = int(share * (most if share == 1.3 else least))
     monkeypatch.setattr(Trainer, "measure", lambda trainer: 1.5 * budget)
     with pytest.raises(TrainingError) as error:
-        train(make_recipe(WIDE | {"memory": f"{budget}B"}), quiet=True)
+        train(make_recipe(WIDE | {"memory_budget": f"{budget}B"}), quiet=True)
     text = str(error.value)
-    assert text.startswith("memory: expected a step within ")
+    assert text.startswith("memory_budget: expected a step within ")
     assert "\n" not in text
     assert " layers or " in text
-    assert "budget" not in text
+    assert "it needs" not in text
 
 
 def test_a_gpu_without_so_much_gives_the_same_sentence(make_trainer, monkeypatch):
     def exhausted(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    trainer = make_trainer(WIDE | {"memory": "1TiB"})
+    trainer = make_trainer(WIDE | {"memory_budget": "1TiB"})
     monkeypatch.setattr(trainer, "batch_loss", exhausted)
     properties = type("Properties", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    with pytest.raises(TrainingError, match=r"^memory: expected a step within 10\.0 GiB, got more "
-                       r"than the GPU has with memory policies keep; decoder keep: "):  # fmt: skip
+    words = r"^memory_budget: expected a step within 10\.0 GiB, got more than the GPU has with "
+    with pytest.raises(TrainingError, match=words + "recompute policies none; decoder none: "):
         fit_memory(trainer, lambda _: None)
 
 
 def test_all_ranks_stop_together(make_trainer, monkeypatch):
     """Where only the second one's step does not fit."""
-    trainer = make_trainer(WIDE | {"memory": "1TiB"})
+    trainer = make_trainer(WIDE | {"memory_budget": "1TiB"})
     rows = trainer.ranks.rows
     monkeypatch.setattr(trainer.ranks, "rows", lambda value: [*rows(value), [2.0**60]])
-    with pytest.raises(TrainingError, match="got 1048576 TiB with memory policies keep"):
+    with pytest.raises(TrainingError, match="got 1048576 TiB with recompute policies none"):
         fit_memory(trainer, lambda _: None)
 
 

@@ -7,7 +7,7 @@ from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.training import OptimSection
 from deepfast.mt.training.optim import build_optimizer, learning_rate
 
-SIZES = {"dim": 8, "heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
+SIZES = {"dim": 8, "num_heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
 
 
 def test_schedule_rises_linearly_and_falls_with_the_root():

@@ -50,23 +50,25 @@ def test_what_is_compared_with_dlcl30_differs_in_nothing_else(name, changed):
 )  # fmt: skip
 def test_what_no_plan_counts_names_the_policies_that_serve(name, change, why):
     with pytest.raises(RecipeError) as caught:
-        load_recipe(name, [*change, "memory=2GiB"])
+        load_recipe(name, [*change, "memory_budget=2GiB"])
     text = str(caught.value)
-    assert text.startswith("memory: expected a policy, one of keep, ")
-    assert text.endswith(f", or null {why}, which the planner cannot predict, got '2GiB'")
-    offered = text.partition("one of ")[2].partition(", or null")[0].split(", ")
+    start = f"memory_budget: expected null {why}, which the planner cannot predict; set recompute "
+    assert text.startswith(f"{start}to one of none, ")
+    offered = text.partition("one of ")[2].removesuffix(", got '2GiB'").split(", ")
     for policy in POLICIES:
         if policy in offered:
-            assert load_recipe(name, [*change, f"memory={policy}"]).memory == policy
+            assert load_recipe(name, [*change, f"recompute={policy}"]).recompute == policy
         else:
-            with pytest.raises(RecipeError, match=f"^memory: expected a policy.*got '{policy}'$"):
-                load_recipe(name, [*change, f"memory={policy}"])
+            with pytest.raises(
+                RecipeError, match=rf"^recompute: expected one of.*got '{policy[:5]}"
+            ):
+                load_recipe(name, [*change, f"recompute={policy}"])
 
 
 def test_a_plan_serves_where_the_planner_counts_the_model():
-    assert load_recipe("phrases-attnres", ["memory=2GiB"]).planned()
+    assert load_recipe("phrases-attnres", ["memory_budget=2GiB"]).planned()
     # A policy by name needs no plan.
-    assert not load_recipe("phrases-fusion", ["memory=lean"]).planned()
+    assert not load_recipe("phrases-fusion", ["recompute=ffn"]).planned()
 
 
 def test_overrides_replace_nested_values_and_a_file_gives_them_back(tmp_path):
@@ -107,9 +109,9 @@ def test_differences_of_sections():
 
 def test_sizes_are_base_and_big():
     base = load_recipe("translate", [*FILES, "model.ffn_dim=1024"]).model_config(99)
-    assert (base.dim, base.heads, base.ffn_dim, base.vocab_size) == (512, 8, 1024, 99)
+    assert (base.dim, base.num_heads, base.ffn_dim, base.vocab_size) == (512, 8, 1024, 99)
     big = load_recipe("translate", [*FILES, "model.size=big"]).model_config(99)
-    assert (big.dim, big.heads, big.ffn_dim) == (1024, 16, 4096)
+    assert (big.dim, big.num_heads, big.ffn_dim) == (1024, 16, 4096)
 
 
 REFUSED = {
@@ -146,10 +148,15 @@ REFUSED = {
         ("resume=''", "resume: expected true or false or a file, got ''"),
         ("output=~no-such-user/x", "output: expected a folder, ./~NAME for one that begins with"),
         ('output="a\\0b"', r"output: expected text without the character NUL, got 'a\x00b'"),
-        ("memory=less", "memory: expected a size such as 24GiB, one of keep, "),
-        ("memory=24", "memory: expected text or null, got 24"),
+        ("memory_budget=less", "memory_budget: expected a size such as 24GiB, or null, got 'less'"),
+        ("recompute=keep", "recompute: expected one of none, ffn, "),
+        ("recompute=ffn memory_budget=1GiB", "memory_budget: expected null beside recompute"),
+        ("memory_budget=24", "memory_budget: expected text or null, got 24"),
         # What does not fit the rest of the recipe.
-        ("memory=history model.encoder_connection=residual", "is residual, got 'history'"),
+        (
+            "recompute=layer+input model.encoder_connection=residual",
+            "is residual, got 'layer+input'",
+        ),
         ("optim.restart_step=3", "restart_lr: expected a rate if restart_step is set, else null"),
         ("optim.restart_accumulate=2", "optim.restart_accumulate: expected null without a restart"),
         ("optim.l2=1 optim.weight_decay=1", "optim.l2: expected 0 if optim.weight_decay is set"),
@@ -198,10 +205,10 @@ REFUSED = {
         ),
     ],
     "phrases-fflstm": [
-        ("model.heads=2", "model.heads: expected a field of FastForwardLSTMConfig"),
+        ("model.num_heads=2", "model.num_heads: expected a field of FastForwardLSTMConfig"),
         ("model.dim=7", "model.dim must be even, got 7"),
         ("model.size=big", "model.size: expected null for the kind fast_forward_lstm"),
-        ("memory=keep", "memory: expected null for a model without memory policies"),
+        ("recompute=none", "recompute: expected null for a model without recompute policies"),
     ],
     "phrases-growing": [
         ("grow.model.dim=32", "unknown key grow.model.dim, the nearest known key is"),
@@ -217,7 +224,7 @@ REFUSED = {
         ("model.kind=depth_growing", "model.kind: expected transformer with a section"),
         ("data.dev_size=0", "grow: expected dev pairs"),
         ("grow=3", "grow: expected keys and values, got 3"),
-        ("memory=2GiB", "memory: expected a policy, one of keep, lean"),
+        ("memory_budget=2GiB", "memory_budget: expected null for a model that grows"),
     ],
 }
 
@@ -325,7 +332,7 @@ LONG = "x" * 5000
 @pytest.mark.parametrize(
     "override",
     [f"optim.lr={LONG}", f"optim.lr=[{'[1, 2], ' * 500}]", f"optim={LONG}", f"model.norm={LONG}",
-     f"memory={LONG}", f"{LONG}=1", LONG],
+     f"memory_budget={LONG}", f"{LONG}=1", LONG],
 )  # fmt: skip
 def test_a_long_value_is_shortened_in_its_message(override):
     with pytest.raises(RecipeError) as error:
@@ -337,7 +344,7 @@ def test_a_long_value_is_shortened_in_its_message(override):
     ("name", "hint"),
     [
         ("phrasessmall", ", the nearest one is phrases-small"),
-        ("q", ": deepfast train --list names them"),
+        ("q", ": deepfast mt train --list names them"),
     ],
 )
 def test_an_unknown_recipe_names_the_nearest(name, hint):

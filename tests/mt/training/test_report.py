@@ -90,7 +90,6 @@ def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich")
     monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True, raising=False)
     report = Report(tmp_path, total_steps=40, tensorboard=False)
     assert report._bar is not None

@@ -19,7 +19,7 @@ FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))
 EPOCH = {"optim.accumulate": 3}
 NEXT_EPOCH = {"data.max_tokens": 400, "train.deterministic": True}
 WINDOW = {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}
-OPTIONS = {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight": "vector",
+OPTIONS = {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
            "model.decoder_connection": "dlcl"}  # fmt: skip
 LSTM = {"model": {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
                   "decoder_layers": 2, "dropout": 0.2}}  # fmt: skip

@@ -66,7 +66,7 @@ def test_trains_and_translates(make_recipe, corpus, sides, capsys):
     assert read_vocabulary(vocabulary) == SeparateVocabularies(*sides)
     files = ["--source", str(corpus / "test.en"), "--reference", str(corpus / "test.de")]
     options = ["--replace-unknown", "--max-length", "9", "--device", "cpu"]
-    assert main(["score", "--checkpoint", str(result.for_translation), *files, *options]) == 0
+    assert main(["mt", "score", "--checkpoint", str(result.for_translation), *files, *options]) == 0
     assert "chrF" in capsys.readouterr().out
 
 

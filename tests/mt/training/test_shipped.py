@@ -15,13 +15,13 @@ FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.
 
 
 def commands(name):
-    """The words after `deepfast train NAME` of every command in a recipe's comments."""
+    """The words after `deepfast mt train NAME` of every command in a recipe's comments."""
     file = importlib.resources.files("deepfast.mt") / "recipes" / f"{name}.yaml"
     for line in file.read_text("utf-8").splitlines():
         words = shlex.split(line.removeprefix("#     ")) if line.startswith("#     ") else []
-        if words[:2] == ["deepfast", "train"]:
-            assert words[2] == name
-            yield words[3:]
+        if words[:3] == ["deepfast", "mt", "train"]:
+            assert words[3] == name
+            yield words[4:]
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -30,7 +30,7 @@ def test_a_recipe_has_a_summary_and_commands_that_load_on_top(name):
     summary, command, *_ = file.read_text("utf-8").splitlines()
     assert summary == f"# {recipe_names()[name]}"
     assert summary.endswith(".")
-    assert command.startswith(f"#     deepfast train {name}")
+    assert command.startswith(f"#     deepfast mt train {name}")
     files = [] if name.startswith("phrases") else FILES
     assert load_recipe(name, files).output == f"runs/{name}"
     loaded = [load_recipe(name, words) for words in commands(name)]
@@ -104,8 +104,8 @@ PAPERS = {
     # The command of the authors of Li et al. 2020, and the defaults of their code.
     "latent": {
         "model": RESIDUAL | {
-            "dim": 512, "heads": 4, "ffn_dim": 1024, "encoder_layers": 12, "decoder_layers": 24,
-            "decoder_connection": "latent", "norm_kind": "layer", "share_embeddings": "decoder",
+            "dim": 512, "num_heads": 4, "ffn_dim": 1024, "encoder_layers": 12, "decoder_layers": 24,
+            "decoder_connection": "latent", "norm_type": "layer", "share_embeddings": "decoder",
             "dropout": 0.3, "attention_dropout": 0.3, "activation_dropout": 0.0,
             "latent": {"tau": 5.0, "hard": True, "soft_steps": 500, "anneal_steps": 5000,
                        "prior": "uniform", "kl_weight": 4.17e-3, "entropy_weight": 0.1,
@@ -117,7 +117,7 @@ PAPERS = {
     # Wu et al. 2019, section 3.1: big, with the optimizer and the rate of Vaswani et al. 2017.
     "growing-big": {
         "model": RESIDUAL | {
-            "dim": 1024, "heads": 16, "ffn_dim": 4096, "encoder_layers": 6, "decoder_layers": 6,
+            "dim": 1024, "num_heads": 16, "ffn_dim": 4096, "encoder_layers": 6, "decoder_layers": 6,
             "share_embeddings": "all", "dropout": 0.3},
         "grow": {"model": {"top_encoder_layers": 2, "top_decoder_layers": 2}},
         "optim": ADAM | {"lr": 4.94e-4, "warmup": 4000, "label_smoothing": 0.1},

@@ -129,7 +129,7 @@ def train_as_a_rank(words):
             original(self)
 
         Trainer.train_step, os.fsync = train_step, fsync
-        code = main(["train", recipe])
+        code = main(["mt", "train", recipe])
         print(f"{fault}: rank {os.environ['RANK']} ends with {code}", flush=True)
         if word != words[-1]:
             wait_for_all(recipe)
@@ -142,7 +142,7 @@ class Done:
     def __init__(self, process, began):
         self.out, self.error, self.code = process.stdout, process.stderr, process.returncode
         self.seconds = time.time() - began.stat().st_mtime if began.exists() else None
-        self.told = re.findall(r"^deepfast train: (.*)$", self.error, re.MULTILINE)
+        self.told = re.findall(r"^deepfast mt train: (.*)$", self.error, re.MULTILINE)
 
 
 @pytest.fixture
@@ -214,15 +214,15 @@ MODELS = {
     "latent": {"model.decoder_connection": "latent", "model.decoder_layers": 3,
                "model.latent": {"hard": True, "kl_weight": 0.1, "lr_scale": 10.0},
                "optim.accumulate": 2},
-    "attention residuals": {"model.encoder_connection": "attnres", "memory": "history"},
+    "attention residuals": {"model.encoder_connection": "attnres", "recompute": "layer+input"},
     "mudd, post-norm": {"model.encoder_connection": "mudd", "model.decoder_connection": "dlcl"},
-    "fusion": {"model.encoder_fusion": "attention", "memory": "states", "optim.accumulate": 4},
+    "fusion": {"model.encoder_fusion": "attention", "recompute": "layer", "optim.accumulate": 4},
     "transparent": {"model.cross_attention": "transparent", "model.mixture_dropout": 0.0},
     "lstm": {"model": {"kind": "fast_forward_lstm", "dim": 16, "dropout": 0.0}},
     "growing": {"grow": {"train": {"max_steps": 20}}},
     "Adam anew, all micro-batches at once": {
         "optim.restart_step": 9, "optim.restart_lr": 1e-3, "optim.accumulate": 2,
-        "train.validate_bleu": True, "memory": "1GiB"},
+        "train.validate_bleu": True, "memory_budget": "1GiB"},
 }  # fmt: skip
 
 
@@ -241,11 +241,11 @@ def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
     steps = ("train.max_steps=4", "train.validate_every=2", f"output={tmp_path}")
     said = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "deepfast",
-        "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
+        "mt", "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
     ).stdout  # fmt: skip
     assert said.count("stopped by max_steps") == 1
-    assert "deepfast translate" in said
-    done = python("-m", "deepfast", "export", str(tmp_path / "step-00000004"), "--output",
+    assert "deepfast mt translate" in said
+    done = python("-m", "deepfast", "mt", "export", str(tmp_path / "step-00000004"), "--output",
                   str(tmp_path / "model.safetensors"))  # fmt: skip
     assert "transformer of step 4" in done.stdout
 

@@ -38,18 +38,18 @@ def written_out(m, z, embedding=None, word_embedding=True, hops=HOPS):
     if m.source_norms is not None:
         z = [*(norm(n, x) for n, x in zip(m.source_norms, z[:-1], strict=True)), z[-1]]
     tilde, weights = [x + own for x, own in zip(z, e, strict=True)], None
-    if m.kind in WITH_ATTENTION:
+    if m.fusion_type in WITH_ATTENTION:
         w1 = [w.weight for w in m.w1] * (len(z) if len(m.w1) == 1 else 1)
         s = {"tanh": torch.tanh, "relu": torch.relu}[m.activation]
         weights = reference.attention_weights(z, e, w1, m.w2.weight, s)
-    if m.kind == "average":
+    if m.fusion_type == "average":
         y = reference.average(tilde)
-    elif m.kind == "channel_attention" and hops is None:
+    elif m.fusion_type == "channel_attention" and hops is None:
         y = reference.channel_attention(z, e, weights)
     else:
-        if m.kind == "feed_forward":
+        if m.fusion_type == "feed_forward":
             parts = tilde
-        elif m.kind == "attention":
+        elif m.fusion_type == "attention":
             parts = reference.attention(z, e, weights)
         else:
             each = [w.split(DIM, -1) for w in weights]

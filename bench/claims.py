@@ -1,0 +1,166 @@
+"""Ratios between forms that take turns in one run: `python -m bench.claims [GROUP ...]`.
+
+Each number is the median of the ratios of the rounds. It goes to bench/results/results.csv as soon
+as it is measured. All groups take about 15 minutes on 2 cores.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.record import record
+from deepfast.measure.clock import interleave, keep_memory, ratio
+from deepfast.measure.forms import (
+    ATTENTION_FORMS,
+    FORMS,
+    MUDD_FORMS,
+    Connection,
+    InStack,
+    mixing_alone,
+)
+from deepfast.memory import LiveBytes
+from deepfast.nn import DLCL, MUDD, AttentionResiduals, TransformerEncoder
+
+SENTENCES, LENGTH, DIM, HEADS, FFN = 64, 32, 256, 4, 1024
+TOKENS = SENTENCES * LENGTH
+SIZES = f"T={TOKENS}, D={DIM}, fp32"
+Forms = dict[str, Callable[[], object]]
+
+
+class Claims:
+    """Measures and records numbers of one group."""
+
+    def __init__(self, group: str, rounds: int):
+        self.command, self.rounds = f"python -m bench.claims {group}", rounds
+
+    def times(self, key: str, what: str, forms: Forms, above: str, below: str) -> None:
+        """The time of ``above`` over that of ``below``."""
+        some = {name: forms[name] for name in (above, below)}
+        rows = interleave(some, repeats=self.rounds)
+        record(key, ratio(rows[above], rows[below]), "x", what, self.command)
+
+    def bytes(self, key: str, what: str, forms: Forms, above: str, below: str) -> None:
+        """The peak bytes of ``above`` over those of ``below``."""
+        value = peak_bytes(forms[above]) / peak_bytes(forms[below])
+        record(key, value, "x", f"peak bytes: {what}", self.command)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Of the tensors that a second run makes; those that existed before count as zero."""
+    run()
+    with LiveBytes() as live:
+        run()
+    return live.peak
+
+
+def mixing(module: Connection, forms: dict) -> Forms:
+    """Each form of the connection of a whole stack whose layers do nothing, on the same weights and
+    input."""
+    y, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
+    return {name: partial(mixing_alone, form, module, y, grad) for name, form in forms.items()}
+
+
+def step(
+    layers: int, connection: str, form: Callable | None = None, *, sentences: int = SENTENCES,
+    dropout: float = 0.1, optimizer: bool = False,
+) -> Callable[[], None]:  # fmt: skip
+    """A training step of an encoder: forward, backward, and Adam if asked for.
+
+    form: computes the connection in place of deepfast, one of `deepfast.measure.forms`.
+    """
+    torch.manual_seed(0)
+    encoder = TransformerEncoder(layers, DIM, HEADS, FFN, connection=connection, dropout=dropout)
+    if form is not None:
+        outer = encoder.connection
+        setattr(outer, outer.child, InStack(form, outer.depth))
+    adam = torch.optim.Adam(encoder.parameters(), lr=1e-4, fused=True) if optimizer else None
+    x, target = torch.randn(2, sentences, LENGTH, DIM).unbind(0)
+
+    def run():
+        loss = (encoder(x) - target).square().mean()
+        loss.backward()
+        if adam is not None:
+            adam.step()
+        encoder.zero_grad(set_to_none=True)
+
+    return run
+
+
+def dlcl(claims: Claims) -> None:
+    """DLCL: its mixing beside other forms, and a step beside the plain residual one."""
+    steps = {name: step(100, name, optimizer=True) for name in ("residual", "dlcl")}
+    what = f"training step with Adam: DLCL over plain residual, L=100, {SIZES}"
+    claims.times("step_dlcl_100", what, steps, "dlcl", "residual")
+    claims.bytes("bytes_dlcl_100", what, steps, "dlcl", "residual")
+    of_60, of_100 = (mixing(DLCL(layers, DIM), FORMS) for layers in (60, 100))
+    what = "mixing of DLCL, forward and backward"
+    claims.times("mix_denseformer_60", f"{what}: DenseFormer form over deepfast, L=60, {SIZES}",
+                 of_60, "DenseFormer form", "deepfast")  # fmt: skip
+    stack = f"{what}: stack and sum over deepfast, L=100, {SIZES}"
+    claims.bytes("mix_stack_bytes_100", stack, of_100, "stack and sum", "deepfast")
+    claims.times("mix_stack_100", stack, of_100, "stack and sum", "deepfast")
+
+
+def attnres(claims: Claims) -> None:
+    """Full attention residuals: the mixing and a step."""
+
+    def make(sources: int) -> Forms:
+        residuals = AttentionResiduals(sources - 1, DIM)
+        with torch.no_grad():
+            residuals.query.normal_(std=DIM**-0.5)
+        return mixing(residuals, ATTENTION_FORMS)
+
+    what = "mixing of full attention residuals, forward and backward"
+    runs = {sources: make(sources) for sources in (49, 97)}
+    both = runs[97] | {"DLCL": mixing(DLCL(96, DIM), FORMS)["deepfast"]}
+    claims.times("attnres_dlcl_97", f"{what}: over that of DLCL, 97 sources, {SIZES}",
+                 both, "deepfast", "DLCL")  # fmt: skip
+    for key, form, sources in (("list_97", "list", 97), ("stack_49", "stack", 49)):
+        about = f"{what}: a {form} over deepfast, {sources} sources, {SIZES}"
+        claims.times(f"attnres_{key}", about, runs[sources], form, "deepfast")
+    steps = {name: step(48, name) for name in ("residual", "attnres")}
+    about = f"step: attention residuals, two reads a layer, over plain residual, L=48, {SIZES}"
+    claims.times("step_attnres_48", about, steps, "attnres", "residual")
+    claims.bytes("bytes_attnres_48", about, steps, "attnres", "residual")
+
+
+def mudd(claims: Claims) -> None:
+    """MUDD: the mixing and a step."""
+    keep_memory()
+    module = MUDD(24, DIM)
+    with torch.no_grad():
+        for down in module.down:
+            down.normal_(std=0.1 / down.shape[1] ** 0.5)
+    made, what = mixing(module, MUDD_FORMS), "mixing of MUDD, forward and backward"
+    for form in ("stack", "list"):
+        about = f"{what}: a {form} over deepfast, L=24, {SIZES}"
+        claims.times(f"mudd_{form}_24", about, made, form, "deepfast")
+    about = f"{what}: a stack over deepfast, L=24, {SIZES}"
+    claims.bytes("mudd_stack_bytes_24", about, made, "stack", "deepfast")
+    steps = {name: step(24, name) for name in ("residual", "mudd")}
+    about = f"step, forward and backward: MUDD over plain residual, L=24, {SIZES}"
+    claims.times("step_mudd_24", about, steps, "mudd", "residual")
+    claims.bytes("bytes_mudd_24", about, steps, "mudd", "residual")
+
+
+GROUPS = {group.__name__: group for group in (dlcl, attnres, mudd)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=", ".join(GROUPS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    for name in args.groups:
+        GROUPS[name](Claims(name, args.rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of `deepfast mt`, which train and use translation models."""

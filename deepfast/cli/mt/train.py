@@ -1,0 +1,107 @@
+"""Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
+
+key=value replaces a value of the recipe. An output folder with an earlier run is refused without
+resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
+continues from a file. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
+with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
+torchrun --standalone --nproc-per-node 8 -m deepfast mt train RECIPE."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepfast.cli.outputs import flush_output, replaces
+
+EXAMPLE = "deepfast mt train phrases-dlcl30 model.encoder_layers=60 optim.lr=2e-3 output=runs/deep"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or a name from --list")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optim.lr=2e-3")
+    parser.add_argument("--list", action="store_true", help="print the recipes that are shipped")
+    parser.add_argument("--print", action="store_true", help="print the whole recipe and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    with importing():
+        from deepfast.mt import training
+
+    if args.list:
+        names = training.recipe_names()
+        for name, summary in names.items():
+            print(f"{name:{max(map(len, names))}}  {summary}")
+        return 0
+    if args.recipe is None:
+        raise ValueError("expected a recipe, got none: see deepfast mt train --list")
+    # Of the ranks of torchrun the first speaks, and before they meet the first of each machine.
+    rank = os.environ.get("RANK", "0")
+    try:
+        recipe = training.load_recipe(args.recipe, args.overrides)
+    except training.RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 1
+        raise training.RecipeError(f"rank {rank}: {error}" if rank != "0" else error) from error
+    if args.print:
+        print(training.dump_recipe(recipe), end="")
+        return 0
+    if recipe.resume is False and replaces(Path(recipe.output, "recipe.yaml"), args.recipe):
+        raise ValueError(
+            f"output: expected a folder where {args.recipe} is not replaced, got {recipe.output}; "
+            "resume=true continues its run"
+        )
+    try:
+        return _train(recipe, first=rank == "0")
+    finally:
+        # A run goes on without its standard output, and its exit code tells how it ended.
+        flush_output()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Inside the block Ctrl-C ends the process at once, with exit code 130. As an exception it may
+    be lost, or turned into another one, inside the imports of torch."""
+
+    def leave(*_) -> None:
+        print("deepfast mt train: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    # Ctrl-C may be ignored or handled, and only the main thread has handlers.
+    ours = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
+    if ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _train(recipe, first: bool) -> int:
+    """Trains; returns the exit code."""
+    from deepfast.cli.mt.decoding import to_translate
+    from deepfast.mt import training
+    from deepfast.mt.training.environment import SIGNALS
+    from deepfast.mt.training.errors import ToldError
+
+    try:
+        result = training.train(recipe)
+    except ToldError:
+        return 1
+    except KeyboardInterrupt:
+        # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a
+        # save.
+        print("deepfast mt train: interrupted, no further checkpoint was written", file=sys.stderr)
+        return SIGNALS["SIGINT"]
+    if first and result.stopped not in SIGNALS:
+        language = ["--language", recipe.data.tagged[0]] if recipe.data.tagged else []
+        with contextlib.suppress(OSError):
+            print(to_translate(result.for_translation, *language))
+    return SIGNALS.get(result.stopped, 0)

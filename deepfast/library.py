@@ -1,0 +1,75 @@
+"""The compiled library of C++ ops, deepfast._C: where it is, and why there is none.
+
+Its file name contains a digest of its sources, so a library that was compiled from other sources is
+never loaded. `deepfast build` writes it into the package. Where that folder is read-only, it writes
+into the user's cache folder, below the version of torch.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from deepfast.files import cache_folder
+
+PACKAGE = Path(__file__).resolve().parent
+
+CSRC = PACKAGE / "csrc" if (PACKAGE / "csrc").exists() else PACKAGE.parent / "csrc"
+"""The C++ sources: in an installed package inside of it, in a clone beside it."""
+
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+"""Names the version of Python, the processor's architecture and the system."""
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the files' names and content, in their order."""
+    found = hashlib.sha256()
+    for file in files:
+        text = file.read_bytes()
+        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def file_name() -> str:
+    """The library's file name. The digest covers all instruction sets of the architecture, because
+    one library contains all of them and chooses one when it is loaded."""
+    files = [PACKAGE / "build.py", PACKAGE / "launches.py"]
+    files += sorted(f for f in CSRC.rglob("*") if f.suffix in (".cpp", ".cu", ".h", ".py"))
+    return f"_C.{digest_of(files)}{SUFFIX}"
+
+
+def in_package() -> Path:
+    """The library in the package. It uses torch's stable ABI, so it serves newer versions too."""
+    return PACKAGE / file_name()
+
+
+def in_cache() -> Path:
+    """The library in the user's cache folder, for this version of torch alone."""
+    import torch
+
+    return cache_folder() / f"torch-{torch.__version__}" / file_name()
+
+
+def load() -> tuple[ModuleType | None, str | None]:
+    """The library, or None and the reason. Loading it registers its ops with torch."""
+    reason = "the C++ ops are not compiled"
+    for path in (*PACKAGE.glob(f"_C*{SUFFIX}"), *cache_folder().glob(f"torch-*/_C*{SUFFIX}")):
+        reason = f"the C++ ops do not fit: {path} is of other sources or for another torch"
+    # The cache first: a wheel brings a library without CUDA, and one that was compiled here has it.
+    for path in filter(os.path.exists, (in_cache(), in_package())):
+        spec = importlib.util.spec_from_file_location("deepfast._C", path)
+        try:
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        except ImportError as error:
+            reason = f"the C++ ops do not load: {error}"
+        else:
+            sys.modules[spec.name] = found
+            return found, None
+    return None, f"{reason}; `deepfast build` compiles them"

@@ -1,0 +1,43 @@
+"""The names of the commands: what the help shows, and what an earlier name says."""
+
+import re
+
+import pytest
+
+from deepfast.cli import COMMANDS, RENAMED, main
+
+TOP = ["info", "build", "selfcheck", "bench", "report", "plan", "mt"]
+MT = [
+    "train", "translate", "score", "tune", "sweep", "compare-growth", "posunk", "export", "prune",
+    "convert", "show-attention", "show-run", "show-weights",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "names"), [([], TOP), (["mt"], MT)])
+def test_the_help_names_these_commands(capsys, words, names):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    assert re.findall(r"^    ([a-z][a-z-]*)", capsys.readouterr().out, re.M) == names
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "mt"])
+def test_each_command_has_a_help_with_an_example(capsys, name):
+    pytest.importorskip("yaml")
+    with pytest.raises(SystemExit) as ended:
+        main([*name.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: deepfast {name} ")
+    assert f"example:\n  deepfast {name}" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "now"), [("prove", "selfcheck"), *((name, f"mt {name}") for name in MT)]
+)
+def test_an_earlier_name_says_the_new_one(capsys, name, now):
+    assert RENAMED[name] == now
+    assert main([name, "--no-such-option", "x"]) == 2
+    said = capsys.readouterr()
+    assert said.err == f"deepfast {name}: this command is now deepfast {now}\n"
+    assert said.out == ""

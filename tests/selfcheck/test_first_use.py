@@ -1,0 +1,415 @@
+"""A kernel is checked once before its first use; a wrong one is replaced, and remembered."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepfast import backend, ops, rule
+from deepfast.backend import BackendError
+from deepfast.cases.sentences import offsets
+from deepfast.cli import main
+from deepfast.launches import LAUNCHES
+from deepfast.selfcheck import first_use
+from deepfast.selfcheck.operands import TOKENS, alike
+from tests.kernels.agreement import ABSENT, LOW, numbers
+from tests.kernels.test_attention import CASES, operands, with_results
+from tests.selfcheck import faults
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+FORWARD, BACKWARD = "layer_norm_forward", "layer_norm_backward"
+
+
+def norm(width=9):
+    """The backend that serves layer_norm, after its result and gradient were compared."""
+    x, w, b, g = (torch.randn(s) for s in ((4, width), (width,), (width,), (4, width)))
+    x.requires_grad_()
+    with backend.record() as seen:
+        y = ops.layer_norm(x, w, b)
+    expected = F.layer_norm(x, (width,), w, b)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    got, wanted = (torch.autograd.grad(z, x, g)[0] for z in (y, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    return seen[0][1]
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """``broken(by, fault)`` breaks a launch on this backend."""
+
+    def install(by, fault, launch=FORWARD, result="y"):
+        made = faults.broken(backend._runs, (by,), getattr(faults, fault), launch, result)
+        monkeypatch.setattr(backend, "_runs", made)
+
+    return install
+
+
+# ---- when ----------------------------------------------------------------------------------------
+
+
+def test_each_variant_is_checked_once(device, cache, caplog, no_process):
+    for width in (9, 9, 16, 9):
+        assert norm(width) == "triton"
+    assert device == [FORWARD, BACKWARD] * 2
+    # As another process, which reads the file.
+    backend.forget()
+    assert norm() == "triton"
+    assert device == [FORWARD, BACKWARD] * 2
+    (path,) = cache.glob("*.jsonl")
+    key, *lines = map(json.loads, path.read_text().splitlines())
+    assert set(key) == {"key"}
+    assert [(line["launch"], line["error"]) for line in lines] == [
+        (FORWARD, None), (BACKWARD, None)
+    ] * 2  # fmt: skip
+    assert not caplog.records
+
+
+def test_info_shows_the_checks(device, cache, capsys):
+    norm()
+    assert main(["info", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"check    {next(cache.iterdir())}; a GPU checks each kernel" in said
+    assert "\n    layer_norm triton float32: variants right at first use: 2\n" in said
+
+
+def test_what_is_not_checked(device):
+    """A request, float64, what has no elements, and anything with `off`."""
+    ops.layer_norm(torch.randn(3, 8), None, None, backend="triton")
+    ops.layer_norm(torch.randn(3, 8, dtype=torch.float64), None, None)
+    ops.layer_norm(torch.randn(0, 8), None, None)
+    assert device == []
+
+
+def test_off_checks_nothing_and_remembers(device, broken, monkeypatch):
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "off")
+    assert norm() == "triton"
+    assert device == []
+    monkeypatch.delenv("DEEPFAST_SELFCHECK")
+    broken("triton", "wrong")
+    backend.forget()
+    norm()
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "off")
+    backend.forget()
+    assert norm() == "cpu"
+
+
+def test_require_is_an_error_in_place_of_another_backend(device, broken, monkeypatch):
+    broken("triton", "raises")
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "require")
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"require: layer_norm triton float32.*on purpose"):
+            norm()
+        backend.forget()
+    assert device == [FORWARD]
+
+
+def test_a_wrong_mode_is_one_sentence(device, monkeypatch):
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "never")
+    with pytest.raises(ValueError, match="expected one of first-use, off, require, got 'never'"):
+        norm()
+
+
+# ---- wrong kernels -------------------------------------------------------------------------------
+
+SAID = {
+    "wrong": "y: error 1, allowed", "odd": "y: error ", "not_finite": "y: not finite",
+    "raises": "RuntimeError: broken on purpose",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("by", ["triton", "cuda"])
+def test_a_wrong_kernel_is_replaced_and_remembered(
+    emulated, device, broken, monkeypatch, caplog, by, fault
+):
+    monkeypatch.setitem(backend.CHECKED, "cpu", (by,))
+    broken(by, fault)
+    # The reference computes the first call, and the next backend the second one.
+    assert [norm(), norm()] == [by, "cpu"]
+    backend.forget()
+    assert norm() == "cpu"
+    assert device == [FORWARD]
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert f"layer_norm by {by} in float32 failed its check" in said
+    assert f"{FORWARD} (9, " in said
+    assert SAID[fault] in said
+    assert SAID[fault] in backend.explain("layer_norm", CPU, torch.float32)[by]
+
+
+def test_a_wrong_backward_pass_goes_on_with_the_reference(device, broken):
+    broken("triton", "wrong", BACKWARD, "dx")
+    assert [norm(), norm()] == ["triton", "cpu"]
+    assert device == [FORWARD, BACKWARD]
+
+
+def test_attention_goes_on_with_the_reference(device, broken, monkeypatch):
+    """Its next backend on a GPU is torch's, which has no launches for a backward pass of ours."""
+    broken("triton", "wrong", "attention_backward", "dq")
+    refusal = backend.refusal
+    monkeypatch.setattr(
+        backend, "refusal", lambda op, by, *at: "no GPU" if by == "cpu" else refusal(op, by, *at)
+    )
+    cu = offsets([5, 3], "cpu")
+
+    def attend(x):
+        return ops.attention(
+            x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5, **options
+        )
+
+    x, options = torch.randn(8, 2, 16, dtype=torch.float16, requires_grad=True), {}
+    served = []
+    for _ in range(2):
+        with backend.record() as seen:
+            y = attend(x)
+        (got,) = torch.autograd.grad(y.float().sum(), x)
+        served.append(seen[0][1])
+        options["backend"] = "reference"
+        (wanted,) = torch.autograd.grad(attend(x).float().sum(), x)
+        options.clear()
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    assert served == ["triton", "sdpa"]
+    assert device == ["attention_forward", "attention_backward"]
+
+
+def test_a_check_without_memory_is_not_kept(device, broken, cache, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_runs", faults.broken(backend._runs, ("triton",), faults.memory))
+        norm(), norm()
+    assert caplog.text.count("cannot be checked without memory (OutOfMemoryError: Tried") == 1
+    assert FORWARD not in "".join(path.read_text() for path in cache.glob("*.jsonl"))
+    backend.forget()
+    assert norm() == "triton"
+
+
+def test_a_reference_that_fails_blames_no_kernel(device, broken, cache):
+    broken("reference", "raises")
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        norm()
+    assert not list(cache.glob("*.jsonl"))
+
+
+def test_a_lost_gpu_ends_the_call_and_is_remembered(device, broken, monkeypatch):
+    broken("triton", "raises")
+    monkeypatch.setattr(first_use, "_lost_context", lambda _: "an illegal memory access")
+    with pytest.raises(BackendError, match=r"ended this process's use of the GPU \(an illegal"):
+        norm()
+    backend.forget()
+    assert norm() == "cpu"
+
+
+# ---- what surrounds the call ---------------------------------------------------------------------
+
+
+def test_the_users_state_is_untouched(device):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    before = torch.get_rng_state()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        torch.inference_mode(),
+        FlopCounterMode(display=False) as counter,
+    ):
+        y = ops.norm_linear(x, w, None, torch.ones(3, 8, device="cpu"))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.empty(1).is_meta
+    assert device == [FORWARD]
+    assert y.dtype == torch.bfloat16
+    assert counter.get_total_flops() == 2 * 4 * 8 * 3
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.set_default_dtype(torch.float64)
+    try:
+        norm_of = ops.layer_norm(torch.randn(4, 16, dtype=torch.float32), None, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert norm_of.dtype == torch.float32
+    assert device == [FORWARD, FORWARD]
+
+
+class Functions(TorchFunctionMode):
+    """Lists the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_do_not_reach_a_check():
+    """Autocast would round the reference, so that a wrong result looks right beside it."""
+    launch, given = LAUNCHES["attention_forward"], given_for("attention_forward", FP32, 5)
+    reference = backend._runs("attention", "reference")[launch.name]
+
+    def wrong(*operands):
+        reference(*operands)
+        operands[launch.names.index("o")].add_(1e-3)
+
+    with (
+        Functions() as functions,
+        FlopCounterMode(display=False) as counter,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        functions.called.clear()
+        said = first_use.fault(launch, wrong, reference, given, CPU, FP32)
+        assert functions.called == []
+    assert said.startswith("o: error 0.001, allowed ")
+    assert counter.get_total_flops() == 0
+
+
+def test_in_a_capture_the_reference_computes(device, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        x = torch.randn(4, 9)
+        for _ in range(2):
+            torch.testing.assert_close(ops.layer_norm(x, None, None), F.layer_norm(x, (9,)))
+        monkeypatch.setenv("DEEPFAST_SELFCHECK", "require")
+        with pytest.raises(BackendError, match=r"got no check in the capture of a CUDA graph"):
+            ops.layer_norm(x, None, None)
+    monkeypatch.delenv("DEEPFAST_SELFCHECK")
+    assert device == []
+    assert caplog.text.count("cannot be checked in the capture of a CUDA graph") == 1
+    assert norm() == "triton"
+    assert device == [FORWARD, BACKWARD]
+
+
+def test_a_compiled_function_checks_when_it_runs(device, caplog):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, w):
+        return ops.layer_norm(x, w, None).sin()
+
+    x, w = torch.randn(4, 9, requires_grad=True), torch.randn(9)
+    for _ in range(2):
+        y = compiled(x, w)
+        torch.testing.assert_close(y, F.layer_norm(x, (9,), w).sin())
+        y.sum().backward()
+    assert device == [FORWARD, BACKWARD]
+    assert not [record for record in caplog.records if record.name == "deepfast"]
+
+
+def test_fake_tensors_are_not_checked(device):
+    """The reference makes the results of a tracer's tensors, which have no values."""
+    with FakeTensorMode():
+        x, y, mean, rstd = (torch.empty(s) for s in ((4, 9), (4, 9), (4,), (4,)))
+        launch = backend.choose("layer_norm", None, CPU, torch.float32, 9)[1]
+        launch.layer_norm_forward(
+            x=x, eps=1e-5, rms=False, dropout_p=0.0, y=y, mean=mean, rstd=rstd
+        )
+    assert device == []
+
+
+def test_one_thread_checks_and_the_others_wait(device):
+    """The kernel is the reference, because Triton's interpreter runs in one thread at a time."""
+    launch, start = LAUNCHES[FORWARD], threading.Barrier(4)
+    reference = backend._runs(launch.op, "reference")[FORWARD]
+    checked = first_use.Checked(launch, "triton", reference, reference, lambda: None)
+
+    def call(_):
+        given = given_for(FORWARD, torch.float32, 5)
+        start.wait(60)
+        checked(*given)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(4)))
+    assert device == [FORWARD]
+
+
+def rank(_):
+    """Each rank checks variants that the other one does not, and both meet afterwards."""
+    number = torch.distributed.get_rank()
+    assert [norm(9 + number), norm(20)] == ["triton"] * 2
+    total = torch.ones(())
+    torch.distributed.all_reduce(total)
+    assert total == 2
+
+
+@pytest.mark.exhaustive
+def test_ranks_do_not_wait_for_each_other(device, agree_on_ranks):
+    agree_on_ranks(2, rank, [""])
+
+
+# ---- the operands of a check ---------------------------------------------------------------------
+
+
+def given_for(name, dtype, tokens):
+    """Operands of a call, in order."""
+    if name.startswith("attention_") and "boundary" not in name:
+        made = numbers(name, **with_results(operands(*CASES["groups, long"]), torch.float32))
+    elif name.startswith("peephole"):
+        made = numbers(name, P=9, N=3, H=17)
+    else:
+        made = numbers(name, T=tokens, D=40, V=40, **ABSENT.get(name, {}))
+
+    def stored(o, x):
+        return x.to(dtype) if o.dtype == "storage" else x
+
+    return tuple(
+        [stored(o, y) for y in made[o.name]] if o.type == "Tensor[]"
+        else stored(o, made[o.name]) if isinstance(made[o.name], torch.Tensor)
+        else made[o.name]
+        for o in LAUNCHES[name].operands
+    )  # fmt: skip
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("tokens", [2, 100])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_right_kernel_passes(name, tokens, dtype):
+    pytest.importorskip("triton")
+    launch, given = LAUNCHES[name], given_for(name, dtype, tokens)
+    triton, reference = (backend._runs(launch.op, by)[name] for by in ("triton", "reference"))
+    assert first_use.fault(launch, triton, reference, given, CPU, dtype) is None
+    made = alike(launch, given, torch.Generator().manual_seed(3))
+    first_use.variant_of(launch)(*made)
+    assert all(
+        x.shape[0] <= TOKENS
+        for o, x in zip(launch.operands, made, strict=True)
+        if isinstance(x, torch.Tensor) and o.shapes[0][:1] == ("T",)
+    )
+
+
+def test_a_variant_has_what_chooses_a_kernel():
+    launch = LAUNCHES["attention_forward"]
+    variant, given = first_use.variant_of(launch), given_for(launch.name, torch.float32, 5)
+    names = dict(zip(launch.names, given, strict=True))
+    base = variant(*given)
+    for other in ({"left": 1}, {"max_seqlen_q": 9}, {"dropout_p": 0.0}, {"seed": None},
+                  {"q": names["q"][..., :8]}):  # fmt: skip
+        assert variant(*(names | other).values()) != base
+    assert variant(*(names | {"q": names["q"][:3], "scale": 2.0}).values()) == base
+    left = [variant(*(names | {"left": n}).values()) for n in (-1, 0, 1, 300)]
+    assert len(set(left)) == 4
+
+
+def test_the_rule_is_in_the_order_of_the_backends():
+    for op in backend.OPS:
+        names = [line.backend for line in rule.LINES if line.op == op]
+        assert names == [by for by in backend.BACKENDS if by in names]
+        assert names
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "size", "name"),
+    [("layer_norm", torch.bfloat16, 8192, "triton"), ("layer_norm", torch.float32, None, "triton"),
+     ("layer_norm", torch.half, 16385, "reference"), ("attention", torch.half, 512, "triton"),
+     ("attention", torch.float16, 513, "sdpa"), ("attention", torch.float32, 64, "sdpa")],
+)  # fmt: skip
+def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert backend.preview(op, None, "cuda:0", dtype, size)[0] == name
+    if name == "triton":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+        reason = backend.explain(op, "cuda:0", dtype, size)["triton"]
+        assert "from compute capability 8.0 on; request it" in reason

@@ -1,0 +1,172 @@
+"""`deepfast selfcheck`: faults in processes of their own, times, and the command."""
+
+import json
+
+import pytest
+import torch
+
+from deepfast import backend, ops
+from deepfast.cases import case as cases
+from deepfast.cases import check, sizes, worker
+from deepfast.cli import main
+from deepfast.selfcheck import full, store
+from tests.selfcheck import faults
+
+CPU = torch.device("cpu")
+CASE = "odd width, rows apart, residual, dropout"
+JOB = {"op": "layer_norm", "by": ["triton"], "dtype": "float32", "device": "cpu",
+       "thorough": False}  # fmt: skip
+
+
+def test_every_op_has_cases():
+    assert set(sizes.KERNELS) == set(backend.OPS)
+
+
+# ---- one job -------------------------------------------------------------------------------------
+
+SAID = {
+    "wrong": "output 0: error 1, allowed", "odd": "output 0: error ",
+    "not_finite": "output 0: not finite", "unsteady": "output 0: another run gave other bits",
+    "raises": "RuntimeError: broken on purpose", "memory": "OutOfMemoryError: Tried to allocate",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [None, *SAID])
+@pytest.mark.parametrize("by", ["triton", "cuda"])
+def test_a_fault_is_named(emulated, device, monkeypatch, by, fault):
+    monkeypatch.setattr(sizes, "cases", faults.one)
+    if fault is not None:
+        broken = faults.broken(backend._runs, (by,), getattr(faults, fault))
+        monkeypatch.setattr(backend, "_runs", broken)
+    backend.forget()
+    said = []
+    result = worker.result_of(JOB | {"by": [by]}, lambda **line: said.append(line))
+    assert said == [{"by": by, "case": CASE}]
+    if fault is None:
+        assert result == {"error": None, "by": by}
+    else:
+        assert result["error"].startswith(f"{CASE}: {SAID[fault]}")
+        assert result.get("memory", False) == (fault == "memory")
+
+
+def test_a_kernel_is_timed_beside_torch(device):
+    """The measurement itself, on the interpreter."""
+    job = JOB | {"by": ["triton", "reference"], "widths": [8]}
+    result = worker.result_of(job, lambda **line: None)
+    assert result["error"] is None
+    assert set(result["seconds"]["8"]) == {"triton", "reference"}
+    assert min(result["seconds"]["8"].values()) > 0
+
+
+def in_a_process(fault, seconds=120, dtype="float32"):
+    prelude = f"from tests.selfcheck import faults; faults.install(('triton',), {fault!r})"
+    return full.run(JOB | {"dtype": dtype}, seconds, prelude)
+
+
+@pytest.mark.exhaustive
+def test_a_crash_or_a_hang_ends_its_process_alone(device):
+    aborted = in_a_process("abort_in_float32")
+    assert aborted["error"].startswith(f"{CASE}: the process ended by SIGABRT")
+    assert not aborted["memory"]
+    assert in_a_process("abort_in_float32", dtype="float16")["error"] is None
+    assert in_a_process("hang", 20)["error"] == f"{CASE}: no answer within 20 s"
+    # The system kills a process where the machine has no memory left.
+    assert in_a_process("killed")["memory"]
+
+
+def test_a_process_that_does_not_start_blames_no_kernel(device):
+    with pytest.raises(RuntimeError, match="status 1: no room for a context"):
+        full.run(JOB, prelude="raise SystemExit('no room for a context')")
+
+
+def test_a_kernel_that_writes_to_an_operand_is_named():
+    def function(x, bias, *, backend):
+        y = ops.layer_norm(x, None, bias, backend=backend)
+        if backend == "cpu":
+            # Past autograd, as a kernel does.
+            bias.data.add_(1)
+        return y
+
+    given = {"x": cases.Computed(torch.randn(3, 8)), "bias": cases.Computed(torch.randn(8))}
+    case = cases.Case(name="writes", op="layer_norm", operands=given, run=function)
+    said = check.fault(case, "cpu", torch.float32, CPU)
+    assert said.startswith("writes: operand bias: error ")
+
+
+# ---- all jobs, and the command -------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(device, monkeypatch):
+    """Processes whose results are given: errors by backend or (backend, dtype), and a time."""
+    errors: dict = {}
+
+    def run(job):
+        by, dtype = job["by"][0], job["dtype"]
+        error = errors.get((by, dtype), errors.get(by))
+        if "widths" not in job:
+            return {"error": error, "by": by, "memory": "memory" in str(error)}
+        if late := errors.get("times"):
+            return {"error": late, "by": by}
+        return {
+            "error": None,
+            "seconds": {str(w): dict.fromkeys(job["by"], 0.5) for w in job["widths"]},
+        }
+
+    monkeypatch.setattr(full, "run", run)
+    return errors
+
+
+def command(*words):
+    return main(["selfcheck", "--device", "cpu", "--op", "layer_norm", *words])
+
+
+def test_the_command_checks_prints_and_keeps(start, capsys, tmp_path):
+    assert command("--write", str(tmp_path / "results.json")) == 0
+    said = capsys.readouterr().out
+    assert "layer_norm triton float32: right\n" in said
+    assert "layer_norm bfloat16, size 7: triton 500000 us, reference 500000 us\n" in said
+    assert "layer_norm float16, size" not in said
+    assert f"kept in {store.of(CPU).path}\n" in said
+    assert json.loads((tmp_path / "results.json").read_text())["lines"] == said.splitlines()[:-1]
+    assert main(["info", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert f"check    {store.of(CPU).path}; a GPU checks each kernel at its first use" in text
+    assert "    layer_norm triton float32: full selfcheck on 2" in text
+    assert "\nlayer_norm: triton\n" in text
+
+
+def test_a_wrong_kernel_does_not_serve(start, capsys):
+    start["triton", "float32"] = "broken on purpose"
+    assert command("--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "layer_norm triton float32: broken on purpose" in found["lines"]
+    assert "NOT USED: broken on purpose" in "".join(store.of(CPU).lines())
+    assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "cpu"
+    assert backend.choose("layer_norm", None, CPU, torch.bfloat16, 8)[0] == "triton"
+    start.clear()
+    assert command() == 0
+    assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "triton"
+
+
+def test_what_memory_or_times_say(start, capsys):
+    start["triton"] = "out of memory"
+    assert command() == 1
+    assert "which is no fault of the kernel: nothing is kept" in capsys.readouterr().out
+    assert not store.of(CPU).full
+    start.clear()
+    start["times"] = "size 4096: the process ended by SIGSEGV"
+    assert command() == 1
+    assert "SIGSEGV" in store.of(CPU).wrong["layer_norm", "triton", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--op", "softmax"), "--op: expected one of layer_norm, "),
+     (("--device", "tpu9"), "--device: expected a GPU such as cuda:1 (elsewhere"),
+     (("--device", "cpu"), "elsewhere there is nothing to check"),
+     (("--device", "cuda:99"), "--device: expected a device of this machine, got 'cuda:99'")],
+)  # fmt: skip
+def test_the_command_refuses_in_one_sentence(capsys, words, said):
+    assert main(["selfcheck", *words]) == 1
+    assert said in capsys.readouterr().err

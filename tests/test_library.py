@@ -1,0 +1,167 @@
+"""Finding the compiled library, and compiling it: what happens where something is missing."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+from filelock import FileLock
+
+from deepfast import backend, build, library
+from deepfast.cli import main
+
+BUILD = """rule compile
+  command = {}
+  description = $out
+build one.o: compile
+build _C.so: compile | one.o
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An empty folder in place of the package, and an empty cache."""
+    folder = tmp_path / "a package"
+    folder.mkdir()
+    monkeypatch.setattr(library, "PACKAGE", folder)
+    monkeypatch.setattr(library, "file_name", lambda: f"_C.now{library.SUFFIX}")
+    monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path / "the cache"))
+    return folder
+
+
+@pytest.fixture
+def compiler(package, monkeypatch):
+    """``compiler(command)``: two files that the command makes are the whole build."""
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
+    monkeypatch.setattr(build, "work_folder", lambda: package.parent / "objects")
+
+    def use(command):
+        monkeypatch.setattr(build, "ninja_file", lambda *_: BUILD.format(command))
+
+    return use
+
+
+def test_the_name_has_a_digest_of_the_sources(monkeypatch, tmp_path):
+    (tmp_path / "csrc" / "cpu").mkdir(parents=True)
+    monkeypatch.setattr(library, "CSRC", tmp_path / "csrc")
+    names = set()
+    for text in ("int a;", "int b;", "int a;"):
+        (tmp_path / "csrc" / "cpu" / "op.h").write_text(text)
+        library.file_name.cache_clear()
+        names.add(library.file_name())
+    monkeypatch.undo()
+    library.file_name.cache_clear()
+    assert len(names) == 2
+    assert library.file_name() not in names
+    assert library.file_name().endswith(library.SUFFIX)
+
+
+@pytest.mark.parametrize("place", ["package", "cache"])
+def test_a_library_with_another_key_is_ignored(package, place):
+    assert library.load()[1].startswith("the C++ ops are not compiled; `deepfast build`")
+    folder = package if place == "package" else library.cache_folder() / "torch-2.9.0"
+    other = folder / library.file_name() if place == "cache" else folder / f"_C.old{library.SUFFIX}"
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.write_text("not a library")
+    found, reason = library.load()
+    assert found is None
+    assert f"{other} is of other sources or for another torch; `deepfast build`" in reason
+
+
+def test_a_library_that_does_not_load_is_a_reason(package):
+    library.in_package().write_text("not a library")
+    found, reason = library.load()
+    assert found is None
+    assert reason.startswith("the C++ ops do not load: ")
+    assert str(library.in_package()) in reason
+
+
+def test_import_works_with_a_library_of_another_key(python, tmp_path):
+    """As after a change of the sources: the name that is expected is another."""
+    code = (
+        "from deepfast import library; library.file_name = lambda: 'other.so'\n"
+        "import torch, deepfast; from deepfast import backend\n"
+        "deepfast.ops.layer_norm(torch.ones(2, 4), None, None)\n"
+        "print(backend.choose('layer_norm', None, 'cpu', torch.float32)[0])"
+    )
+    assert python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout == "reference\n"
+
+
+def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch, capsys):
+    reason = "the C++ ops are not compiled; `deepfast build` compiles them"
+    assert library.load() == (None, reason)
+    monkeypatch.setattr(backend, "_C", None)
+    monkeypatch.setattr(backend, "_C_REASON", reason)
+    assert main(["info", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"build    {reason}" in lines
+    for op in backend.OPS:
+        assert f"{op}: {'sdpa' if op == 'attention' else 'reference'}" in lines
+    assert main(["info", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["build"] == {"missing": reason}
+    assert backend.refusal("layer_norm", "cpu", "cpu", torch.float32) == reason
+
+
+def test_build_says_what_it_does(compiler, package, capsys):
+    (package / f"_C.old{library.SUFFIX}").touch()
+    compiler("echo compiled > $out")
+    assert main(["build"]) == 0
+    said = capsys.readouterr().out
+    assert "2 files to compile: about " in said
+    assert "2/2 files" in said
+    assert f"{library.in_package()}: done in " in said
+    assert [path.name for path in package.iterdir()] == [library.file_name()]
+    assert main(["build"]) == 0
+    assert "0 files to compile: about 0 s." in capsys.readouterr().out
+
+
+def test_a_compiler_that_fails_is_one_sentence(compiler, package, capsys):
+    program = package.parent / "fails.sh"
+    program.write_text("echo first line; echo 'op.h:3: error: no such type'; exit 1")
+    compiler(f"sh {program}")
+    assert main(["build"]) == 1
+    said = capsys.readouterr().err
+    log = build.work_folder() / "build.log"
+    assert (
+        f"the build failed: op.h:3: error: no such type; the log is {log}; deepfast works" in said
+    )
+    assert "first line" in log.read_text()
+    assert not any(package.iterdir())
+
+
+def test_no_compiler_is_one_sentence(package, monkeypatch, capsys):
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert main(["build"]) == 1
+    assert "found no C++ compiler: install g++ or clang++" in capsys.readouterr().err
+
+
+def test_a_read_only_package_gets_its_library_in_the_cache(compiler, package, monkeypatch):
+    # For root every folder is writable.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != package)
+    compiler("echo compiled > $out")
+    assert main(["build"]) == 0
+    assert library.in_cache().exists()
+    assert not any(package.iterdir())
+
+
+def test_a_second_process_waits_for_the_first(compiler, package):
+    compiler("echo compiled > $out")
+    build.work_folder().mkdir()
+    begun = threading.Event()
+    second = threading.Thread(
+        target=build.compile_ops, args=(library.in_package(), lambda *_: begun.set())
+    )
+    with FileLock(build.work_folder() / "lock"):
+        second.start()
+        assert not begun.wait(0.5)
+    second.join(30)
+    assert begun.is_set()
+    assert library.in_package().exists()
+
+
+@pytest.mark.parametrize("jobs", ["0", "all"])
+def test_a_wrong_number_of_jobs_is_one_sentence(compiler, monkeypatch, capsys, jobs):
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    assert main(["build"]) == 1
+    assert f"MAX_JOBS: expected a positive integer, got '{jobs}'" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""What is public, as text: names and arguments, keys of recipes, options of commands.
+
+A change of it must be meant: `python -m tests.test_public_names` writes tests/data/public_names.txt
+anew. CHANGELOG.md says what may change.
+"""
+
+import argparse
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepfast.cli import COMMANDS
+from deepfast.mt.training.recipe_file import KEYS
+
+SNAPSHOT = Path(__file__).parent / "data" / "public_names.txt"
+MODULES = ("deepfast", "deepfast.ops", "deepfast.nn", "deepfast.parallel", "deepfast.memory")
+OLD = {
+    "heads", "norm_kind", "memory", "prove", "proof", "keep", "want_norm",
+    "want_x", "width", "hidden", "inner", "d_model", "model_dim", "ffn", "vocabulary", "layers",
+    "policies", "decoder_policies", "rms",
+}  # fmt: skip
+"""Names of arguments, keys and options that were replaced."""
+KEPT = {
+    # The name or the list of a parent's layers, and the file of a vocabulary.
+    "deepfast.connect: layers", "deepfast.connected: layers", "recipe: data.vocabulary",
+    "recipe: data.target_vocabulary",
+}  # fmt: skip
+"""Those that still mean what the word says."""
+
+
+def _arguments(function) -> str:
+    """Names and defaults; annotations are checked by types."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return re.sub(r"<object object at \w+>", "...", str(inspect.Signature(plain)))
+
+
+def _public() -> Iterator[str]:
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in sorted(module.__all__):
+            found = getattr(module, name)
+            if not callable(found):
+                continue
+            yield f"{module_name}.{name}{_arguments(found)}"
+            if inspect.isclass(found):
+                own = [cls for cls in found.__mro__ if cls.__module__.startswith("deepfast")]
+                methods = {n: f for cls in reversed(own) for n, f in vars(cls).items()}
+                for method, value in sorted(methods.items()):
+                    if inspect.isfunction(value) and value.__doc__ and method[0] != "_":
+                        yield f"{module_name}.{name}.{method}{_arguments(value)}"
+
+
+def _commands() -> Iterator[str]:
+    for name in COMMANDS:
+        if name == "mt":
+            continue
+        path = name.replace(" ", ".").replace("-", "_")
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"deepfast.cli.{path}").add_arguments(parser)
+        actions = parser._actions[1:]
+        yield f"deepfast {name}: " + " ".join((a.option_strings or [a.dest])[-1] for a in actions)
+
+
+def lines() -> list[str]:
+    return [*_public(), *(f"recipe: {key}" for key in sorted(KEYS)), *_commands()]
+
+
+def _words(line: str) -> set[str]:
+    """Names of arguments, the last part of a key, or the options of a command."""
+    head, _, rest = line.partition(": ") if ": " in line else line.partition("(")
+    if head == "recipe":
+        return {rest.rpartition(".")[2]}
+    words = re.findall(r"--([\w-]+)|(\w+)(?==|,|\))", rest)
+    return {(option or name).replace("-", "_") for option, name in words}
+
+
+@pytest.mark.parametrize("line", lines())
+def test_no_old_name(line):
+    head = line.partition("(")[0] if "(" in line else line.partition(": ")[0]
+    found = {word for word in _words(line) & OLD if f"{head}: {word}" not in KEPT}
+    assert not found or line in KEPT
+
+
+def test_the_public_names_are_those_of_the_snapshot():
+    assert lines() == SNAPSHOT.read_text().splitlines()
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text("\n".join(lines()) + "\n")
