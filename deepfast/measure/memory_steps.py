@@ -32,7 +32,7 @@ PLANNED = "deepfast"
 HELD_MODEL: dict[str, Any] = {"dim": 64, "vocab_size": 4000, "decoder_layers": 0, "device": "cpu"}
 """Sizes of the counted models: an eighth of `MODEL`, tokens and heads included."""
 HELD_BATCH, HELD_LENGTH = 32, 32
-HELD_POLICIES = {f"deepfast, recompute={p}": p for p in ("none", "layer+input")}
+HELD_POLICIES = {f"deepfast, {p}": p for p in ("none", "layer+input")}
 """Form -> policy of all layers."""
 DTYPES = ("float32", "bfloat16")
 

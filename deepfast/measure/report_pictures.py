@@ -33,7 +33,7 @@ DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 """Layers of the memory curves."""
 GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
 """A colour for each policy."""
-NAMES = {policy: f"deepfast, recompute={policy}" for policy in POLICIES}
+NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 """Policy -> name of its curve."""
 STEPS = Look(COLORS, strong=("deepfast",), dashed=(RESIDUAL,))
 MEMORY = Look(

@@ -81,7 +81,7 @@ def test_the_picture_shows_every_policy_and_plain_form(tmp_path, ending, capsys)
         assert content.startswith(b"\x89PNG")
         return
     text = content.decode()
-    policies = [f"deepfast, recompute={policy}" for policy in POLICIES]
+    policies = [f"deepfast, {policy}" for policy in POLICIES]
     for name in (*policies, *EAGER, "budget 24.0 GiB"):
         assert f">{name}</text>" in text
 

@@ -214,7 +214,7 @@ def test_the_curves_are_the_closed_forms_with_the_same_margin():
     without = eager_peak(replace(deep, dropout=False), LOOP)
     assert without == pytest.approx(1.04 * bare + 300 * 2**20, rel=1e-6)
     assert gib * 2**30 == eager_peak(deep, LOOP) > without
-    layers, gib = found["deepfast, recompute=ffn"][2]
+    layers, gib = found["deepfast, ffn"][2]
     known = plan(budget="1TiB", num_layers=layers, recompute="ffn", **MODEL)
     assert gib * 2**30 == known.peak > known.table["allocator margin"] > 300 * 2**20
 

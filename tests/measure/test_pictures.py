@@ -107,8 +107,8 @@ def test_every_picture_of_the_page(made):
         "deepest": (*EAGER, "deepfast", "16", "24", "GiB of the device"),
         "depth_memory": (
             *EAGER,
-            "deepfast, recompute=none",
-            "deepfast, recompute=layer+input",
+            "deepfast, none",
+            "deepfast, layer+input",
             "200",
         ),
         "losses": ("DLCL, pre-norm", "residual, post-norm", "token frequencies alone"),
