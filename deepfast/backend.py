@@ -255,8 +255,8 @@ def explain(
     }
 
 
-def asked(requested: str | None = None) -> str | None:
-    """The backend that is asked for: the argument's, else the environment's, None for neither."""
+def requested_backend(requested: str | None = None) -> str | None:
+    """The argument, else the environment variable DEEPFAST_BACKEND, else None."""
     return os.environ.get("DEEPFAST_BACKEND") or None if requested is None else requested
 
 
@@ -351,7 +351,7 @@ def choose(
         BackendError: with the reason, where the requested backend (or every one) cannot run the op.
     """
     source = "DEEPFAST_BACKEND" if requested is None else "backend"
-    requested = asked(requested)
+    requested = requested_backend(requested)
     if requested is not None and requested not in BACKENDS:
         raise BackendError(
             f"{op}: {source}: expected one of {', '.join(BACKENDS)}, got {requested!r}"

@@ -92,7 +92,7 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
 
 
 def _is_number(op: str, name: str, value: object) -> bool:
-    # torch takes no longer whole number, and a float may not hold it.
+    # torch takes no longer integer, and a float may not hold it.
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
     return isinstance(value, NUMBER)
@@ -125,7 +125,7 @@ def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> No
     for name, value in values.items():
         if not is_whole(value) or value < least or (most is not None and value > most):
             span = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{op}: {name} must be a whole number {span}, got {value!r}")
+            raise ValueError(f"{op}: {name} must be an integer {span}, got {value!r}")
         end = next(end for names, end in MOST.items() if name.endswith(names))
         if most is None and value > end:
             raise ValueError(f"{op}: {name} must be at most {end}, got {value!r}")

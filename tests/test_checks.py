@@ -18,7 +18,7 @@ def test_what_is_right_passes():
 @pytest.mark.parametrize(
     ("check", "sentence"),
     [
-        (lambda: checks.whole("op", size=0), "op: size must be a whole number of at .* 1, got 0"),
+        (lambda: checks.whole("op", size=0), "op: size must be an integer of at .* 1, got 0"),
         (lambda: checks.whole("op", size=True), "of at least 1, got True"),
         (lambda: checks.whole("op", size=2.0), "of at least 1, got 2.0"),
         (lambda: checks.whole("op", 0, 3, rank=4), "rank must be a whole .* from 0 to 3, got 4"),

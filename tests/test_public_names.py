@@ -1,7 +1,7 @@
 """What is public, as text: names and arguments, keys of recipes, options of commands.
 
 A change of it must be meant: `python -m tests.test_public_names` writes tests/data/public_names.txt
-anew. CHANGELOG.md says what may change.
+again. CHANGELOG.md says what may change.
 """
 
 import argparse

@@ -212,7 +212,7 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
     if len(widths) != 1:
         found = f"norms of widths {sorted(widths)}" if widths else "no norms"
         raise ValueError(
-            f"{OP}: the width cannot be told from {type(layer).__name__}, which has {found}; "
+            f"{OP}: dim cannot be inferred from {type(layer).__name__}, which has {found}; "
             "pass dim="
         )
     return widths.pop()

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def collect(device: torch.device, dtype: torch.dtype) -> dict:
     """Everything the command prints."""
-    override = backend.asked()
+    override = backend.requested_backend()
     if override not in (None, *backend.BACKENDS):
         names = ", ".join(backend.BACKENDS)
         raise ValueError(f"DEEPFAST_BACKEND: expected one of {names}, got {override!r}")

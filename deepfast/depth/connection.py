@@ -296,7 +296,7 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
             "fullgraph=True"
         )
     if index is not None and not checks.is_whole(index):
-        raise TypeError(f"{op}: index must be a whole number, got {index!r}")
+        raise TypeError(f"{op}: index must be an integer, got {index!r}")
     pushed, begun = len(history), history.state is not None
     k = pushed if index is None else index
     task = torch._C._current_graph_task_id()

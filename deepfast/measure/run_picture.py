@@ -46,7 +46,7 @@ def check_rows(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         for key, value in row.items():
             if key == "step":
-                right, expected = type(value) is int and 0 <= value < 2**63, "a whole number"
+                right, expected = type(value) is int and 0 <= value < 2**63, "an integer"
             elif key in PANELS:
                 right, expected = value is None or _is_number(value), "a number or null"
             elif key.startswith(NORM) and isinstance(value, list):

@@ -94,9 +94,7 @@ class Sizes:
         for name, least in AT_LEAST.items():
             value = getattr(self, name)
             if not checks.is_whole(value) or value < least:
-                raise ValueError(
-                    f"{name}: expected a whole number of at least {least}, got {value!r}"
-                )
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
             if value > MOST[name]:
                 raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {value:,}")
         for name in ("dropout", "padding"):

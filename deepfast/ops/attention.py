@@ -118,7 +118,7 @@ def window_sides(op: str, window: object, causal: bool = False) -> tuple[int, in
     sides = window if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2 or not all(w is None or (checks.is_whole(w) and w >= -1) for w in sides):
         raise ValueError(
-            f"{op}: window must be None, a whole number of at least 0, or a pair of them with None "
+            f"{op}: window must be None, an integer of at least 0, or a pair of them with None "
             f"or -1 for a side without end, got {window!r}"
         )
     left, right = (-1 if w is None else int(w) for w in sides)
@@ -246,7 +246,7 @@ def attention(
         scale = float(scale)
     width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
     name = backends.chosen("attention", backend, q.device, q.dtype, width)
-    if name == "triton" and q.shape[-1] > WIDEST and backends.asked(backend) is None:
+    if name == "triton" and q.shape[-1] > WIDEST and backends.requested_backend(backend) is None:
         name = "sdpa"
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *sides
     given = _attention.operands(q, k, v, *sizes, scale, dropout_p, None, name)
@@ -263,5 +263,5 @@ def attention(
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = map(_contiguous_channels, (q, k, v))
     # A default is not requested by its name, so its kernels are checked before their first use.
-    requested = None if backends.asked(backend) is None else name
+    requested = None if backends.requested_backend(backend) is None else name
     return _attention(q, k, v, *sizes, scale, dropout_p, seed, requested)[0]

@@ -138,7 +138,7 @@ def empty_contiguous(like: Tensor) -> Tensor:
 def empty_slots(count: int, like: Tensor) -> Tensor:
     """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
 
-    The distance from slot to slot is a whole number of pages plus one cache line. Without that line
+    The distance from slot to slot is an integer of pages plus one cache line. Without that line
     the same element of every slot would map to the same few cache sets.
     """
     line = 64 // like.element_size()

@@ -14,10 +14,10 @@ from deepfast.ops.register import watched
 
 
 def compiled(x: Tensor, backend: str | None = None) -> bool:
-    """Whether the compiled ops serve x, under the backend that is asked for."""
+    """Whether the compiled ops serve x, under the requested backend."""
     if x.device.type != "cpu" or not backends.compiled() or torch.is_grad_enabled() or watched(x):
         return False
-    return backends.asked(backend) in (None, "cpu")
+    return backends.requested_backend(backend) in (None, "cpu")
 
 
 def cached_attention(

@@ -239,7 +239,7 @@ def _check(
     checks.choice(op, REDUCTIONS, reduction=reduction)
     for name, value in (("chunk_size", chunk_size), ("ignore_index", ignore_index)):
         if (value is not None or name != "chunk_size") and type(value) is not int:
-            raise TypeError(f"{op}: {name} must be a whole number, got {value!r}")
+            raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
         if value is not None and not -(2**63) <= value < 2**63:
             raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
     if chunk_size is not None and chunk_size < 1:

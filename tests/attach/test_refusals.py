@@ -79,7 +79,7 @@ CALLS = [
     (lambda: connect(loop(0), norm="pre"), ValueError, "Loop.blocks has no layers"),
     (lambda: connect(loop(layerdrop=0.1), norm="pre"), ValueError, "Loop.layerdrop is 0.1"),
     (lambda: connect(nn.Sequential(nn.Linear(D, D)), norm="pre"), ValueError,
-     "cannot be told from Linear.*pass dim="),
+     "cannot be inferred from Linear.*pass dim="),
     (lambda: connect(loop(blocks=nn.ModuleList([Loop().blocks])), norm="pre"), ValueError,
      "Loop.blocks must be a list of layers, got one of ModuleLists"),
     (lambda: connect(loop(blocks=Subclass(Block())), "blocks", norm="pre"), TypeError,

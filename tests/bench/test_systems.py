@@ -145,7 +145,7 @@ def test_processes_and_the_picture(tmp_path, monkeypatch, capsys):
     assert {"BLEU", "system", "Mean of 2 seeds; bars: standard deviation."} <= set(words)
     with pytest.raises(SystemExit):
         systems.main(["--jobs", "0"])
-    assert "jobs must be a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert "jobs must be an integer of at least 1, got 0" in capsys.readouterr().err
 
 
 def test_text_files_are_split(tmp_path):

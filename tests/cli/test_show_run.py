@@ -53,8 +53,8 @@ def test_the_table_and_a_picture(folder, capsys):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"step": "x"}, "expected a whole number for step"),
-        ({"step": math.nan}, "expected a whole number for step"),
+        ({"step": "x"}, "expected an integer for step"),
+        ({"step": math.nan}, "expected an integer for step"),
         ({"nll": "x"}, "expected a number or null for nll"),
         ({"nll": 10**400}, "expected a number or null for nll"),
         ({"accuracy": [1]}, "expected a number or null for accuracy"),

@@ -70,7 +70,7 @@ def test_the_user_s_options_stand_above_the_preset_s(connection, given, expected
         ("model.encoder_connection=residual model.dlcl.norm=null", "dlcl needs a side with conn"),
         (
             "model.encoder_connection=denseformer model.dlcl.period=0",
-            "period must be a whole number",
+            "period must be an integer",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from deepfast.depth.depth_pass import OutNorm
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 from tests.depth.stack import CONNECTIONS, DIM, EACH, TOKENS, Stack, history, leaf
 
-WHOLE = "must be a whole number of at least 1, got"
+WHOLE = "must be an integer of at least 1, got"
 OPTIONS = [
     (DLCL, {"norm": "both"}, "norm must be one of .*got .both"),
     (DLCL, {"norm_type": "batch"}, "norm_type must be one of .*got .batch"),
@@ -62,7 +62,7 @@ CALLS = [
     (X, {"dropout_p": 1.5}, ValueError, "between 0 and 1"),
     (X, {"dropout_p": -0.5}, ValueError, "between 0 and 1"),
     (X, {"dropout_p": 0.5, "seed": 1.5}, TypeError, "seed must be an int"),
-    (X, {"index": "a"}, TypeError, "index must be a whole number, got 'a'"),
+    (X, {"index": "a"}, TypeError, "index must be an integer, got 'a'"),
     (X, {"return_x": False}, ValueError, "return_x=False needs out_norm, got None"),
     (X, {"out_norm": nn.LayerNorm(DIM)}, TypeError, "out_norm must be an OutNorm"),
     (X, {"out_norm": (1, 2)}, TypeError, "out_norm must be an OutNorm"),

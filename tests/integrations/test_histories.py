@@ -308,7 +308,7 @@ def history(kind, pre=True, start=False):
         (lambda: DWAModules(2, period=3), ValueError, r"period=3 must be at most n_blocks=2"),
         (lambda: dwa(0, start=False), RuntimeError, r"call init_accumulators\(x\) at the start"),
         (lambda: dwa(1), RuntimeError, "called out of order: expected index 1, got 2"),
-        (lambda: dwa("0"), ValueError, "block_idx must be a whole number of at least -1, got"),
+        (lambda: dwa("0"), ValueError, "block_idx must be an integer of at least -1, got"),
         (lambda: history("gru"), ValueError, "must be one of .*, got 'gru'"),
         (lambda: history("residual", False), ValueError, "'residual' is not a sum of layers in p"),
         (lambda: history("learnable_dense_nonorm", False), ValueError,

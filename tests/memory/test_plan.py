@@ -204,10 +204,10 @@ def test_recomputation_is_that_of_the_design():
          "of them, got none for num_layers and dim"),
         ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
          "without a decoder, got 'ffn' for decoder_layers=0"),
-        ({"num_layers": 0}, "num_layers: expected a whole number of at least 1, got 0"),
-        ({"dim": 2.5}, r"dim: expected a whole number of at least 1, got 2\.5"),
-        ({"tokens": True}, "tokens: expected a whole number of at least 1, got True"),
-        ({"dim": "wide"}, "dim: expected a whole number of at least 1, got 'wide'"),
+        ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
+        ({"dim": 2.5}, r"dim: expected an integer of at least 1, got 2\.5"),
+        ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
+        ({"dim": "wide"}, "dim: expected an integer of at least 1, got 'wide'"),
         ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
         ({"vocab_size": 0}, "vocab_size: expected at least 1 beside a decoder, got 0"),
         ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
@@ -229,7 +229,7 @@ def test_recomputation_is_that_of_the_design():
         ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
         ({"padding": float("nan")}, "padding: expected True or False, got nan"),
         ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
-         "num_heads: expected a whole number of at least 1, got 1.5"),
+         "num_heads: expected an integer of at least 1, got 1.5"),
         ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
         ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
         r"num_layers 1, got 1\."),

@@ -44,7 +44,7 @@ ENCODER, STACKS = (TransformerEncoder,), (TransformerEncoder, TransformerDecoder
 LAYERS, NORMS = (TransformerEncoderLayer, TransformerDecoderLayer), (LayerNorm, RMSNorm)
 ATTENTION, LATENT, FUSION = (MultiheadAttention,), (LatentDepth,), (LayerFusion,)
 TRANSPARENT = (TransparentAttention,)
-ONE = "must be a whole number of at least 1, got"
+ONE = "must be an integer of at least 1, got"
 OPTIONS = [
     (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post, got 'sandwich'"),
     (STACKS, {"connection": "dense"}, "connection must be one of .*got 'dense'"),
@@ -60,14 +60,14 @@ OPTIONS = [
     (STACKS, {"activation_dropout": math.nan}, "activation_dropout must be between 0 and 1, got"),
     (STACKS, {"connection": "residual", "dlcl": {"window": 2}}, "dlcl options need connection='dl"),
     (STACKS, {"connection": "latent", "dlcl": {"window": 2}}, "need connection='dlcl', got 'lat"),
-    (STACKS, {"dlcl": {"window": 0}}, "window must be a whole number of at least 1"),
+    (STACKS, {"dlcl": {"window": 0}}, "window must be an integer of at least 1"),
     (STACKS, {"dlcl": ["window"]}, r"dlcl must be a dict, got \['window'\]"),
     (STACKS, {"connection": "latent", "latent": 3}, "latent must be a dict, got 3"),
     (STACKS, {"connection": ["dlcl"]}, "connection must be one of"),
     (STACKS, {"latent": {"tau": 2.0}}, "latent options need connection='latent', got 'dlcl'"),
     (ENCODER, {"connection": "attnres", "norm": "post"}, "'attnres' needs norm='pre', got 'post'"),
     (ENCODER, {"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
-    (ENCODER, {"connection": "attnres", "reads": 3}, "reads must be a whole num"),
+    (ENCODER, {"connection": "attnres", "reads": 3}, "reads must be an integer"),
     (ENCODER, {"reads": 2}, "reads must be 1 or None where connection='dlcl'"),
     (ENCODER, {"connection": "mudd", "norm": "post"}, "'mudd' needs norm='pre', got 'post'"),
     (ENCODER, {"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection resid"),
@@ -89,8 +89,8 @@ OPTIONS = [
     (ATTENTION, {"dropout": 2.0}, "dropout must be between 0 and 1, got 2.0"),
     (ATTENTION, {"num_kv_heads": 0}, f"num_kv_heads {ONE} 0"),
     (ATTENTION, {"num_kv_heads": 4}, "num_kv_heads must divide num_heads 2, got 4"),
-    (ATTENTION, {"window": "wide"}, "window must be None, a whole number .*, got 'wide'"),
-    (ATTENTION, {"window": (1, -2)}, r"window must be None, a whole number .*, got \(1, -2\)"),
+    (ATTENTION, {"window": "wide"}, "window must be None, an integer .*, got 'wide'"),
+    (ATTENTION, {"window": (1, -2)}, r"window must be None, an integer .*, got \(1, -2\)"),
     (ATTENTION, {"window": 3, "cross": True}, "window must be None where cross is True, got 3"),
     (NORMS, {"dim": -1}, f"dim {ONE} -1"),
     (NORMS, {"dim": 10**30}, "dim must be at most 2147483647, got 10+$"),
@@ -111,10 +111,10 @@ OPTIONS = [
     (LATENT, {"evaluation": "sample"}, "evaluation must be one of threshold, mean, got 'sample'"),
     (LATENT, {"threshold": 0}, "threshold must be a number between 0 and 1, got 0"),
     (LATENT, {"threshold": 1}, "threshold must be a number between 0 and 1, got 1"),
-    (LATENT, {"soft_steps": -1}, "soft_steps must be a whole number of at least 0, got -1"),
+    (LATENT, {"soft_steps": -1}, "soft_steps must be an integer of at least 0, got -1"),
     (LATENT, {"languages": 1.5}, f"languages {ONE} 1.5"),
     (LATENT, {"hard": "no"}, "hard must be True or False, got 'no'"),
-    (LATENT, {"seed": 1.5}, "seed must be a whole number, got 1.5"),
+    (LATENT, {"seed": 1.5}, "seed must be an integer, got 1.5"),
     (FUSION, {"fusion_type": "sum"}, "fusion_type must be one of .*got 'sum'"),
     (FUSION, {"activation": "gelu"}, "activation must be one of .*got 'gelu'"),
     (FUSION, {"hops": 0}, f"hops {ONE} 0"),
@@ -228,10 +228,10 @@ CALLS = [
     (mudd, (None,), TypeError, "the layer's output must be a tensor"),
     (mudd, (EMBEDDED, X[0, :2]), ValueError, "must have the embedding's shape"),
     (mudd, (EMBEDDED,) * 3, RuntimeError, "expected 2 pushes with one history, got one more"),
-    (LatentDepth(5, 3), (3,), ValueError, "language must be a whole number from 0 to 2, got 3"),
+    (LatentDepth(5, 3), (3,), ValueError, "language must be an integer from 0 to 2, got 3"),
     # A bool would index the whole table.
-    (LatentDepth(5, 3), (True,), ValueError, "language must be a whole number from 0 to 2, got Tr"),
-    (LatentDepth(5).set_step, (-5,), ValueError, "step must be a whole number of at least 0, got"),
+    (LatentDepth(5, 3), (True,), ValueError, "language must be an integer from 0 to 2, got Tr"),
+    (LatentDepth(5).set_step, (-5,), ValueError, "step must be an integer of at least 0, got"),
     (fusion, ([Z] * 2,), ValueError, "expected 3 states, got 2"),
     (fusion, (WIDE,), ValueError, rf"states\[0\]{AS_WEIGHTS}"),
     (fusion, ([meta(3, 6)] * 3,), ValueError, rf"states\[0\]{ON_CPU}"),

@@ -37,8 +37,8 @@ def connected(connection):
 CALLS = [
     (lambda: split(encoder(4), 5), ValueError,
      "split: 4 layers make at most as many stages, got 5"),
-    (lambda: split(encoder(4), 0), ValueError, "split: stages must be a whole number .* got 0"),
-    (lambda: split(encoder(4), 2.0), ValueError, "split: stages must be a whole number .* got 2.0"),
+    (lambda: split(encoder(4), 0), ValueError, "split: stages must be an integer .* got 0"),
+    (lambda: split(encoder(4), 2.0), ValueError, "split: stages must be an integer .* got 2.0"),
     (lambda: split(encoder(4), [1, 2]), ValueError, r"must add up to 4, got \[1, 2\]"),
     (lambda: edge_payload(DLCL(4, 8), [4, 0]), ValueError, "layers of a stage must be .* got 0"),
     *((lambda name=name: split(connected(name), 2), ValueError,

@@ -97,5 +97,5 @@ def _bounds(text: str) -> Sequence[int]:
         return check_bounds([int(part) for part in text.split(",")])
     except ValueError as error:
         raise ValueError(
-            f"--by-length: expected rising whole numbers such as 10,20,30, got {text!r}"
+            f"--by-length: expected rising integers such as 10,20,30, got {text!r}"
         ) from error

@@ -11,8 +11,9 @@ are left out. In a row without any weight that reaches the threshold, only the 5
 With --source K only one column of W is shown: the weight of y_K in the input of every layer above
 it, as in Figure 5c. K = 0 is the embedding.
 
-Attention residuals weigh each token's sources anew. Shown is the mean over the tokens of --sample;
-in a decoder, over the model's own translations. Where each sublayer reads, rows count sublayers.
+Attention residuals give each token weights of its own. Shown is the mean over the tokens of
+--sample; in a decoder, over the model's own translations. Where each sublayer reads, rows count
+sublayers.
 
 For latent depth: the probability of each layer for each language, and whether it is kept."""
 

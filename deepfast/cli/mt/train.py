@@ -89,11 +89,11 @@ def _train(recipe, first: bool) -> int:
     from deepfast.cli.mt.decoding import to_translate
     from deepfast.mt import training
     from deepfast.mt.training.environment import SIGNALS
-    from deepfast.mt.training.errors import ToldError
+    from deepfast.mt.training.errors import OtherRankError
 
     try:
         result = training.train(recipe)
-    except ToldError:
+    except OtherRankError:
         return 1
     except KeyboardInterrupt:
         # Before the first step there is nothing to save, and a second Ctrl-C does not wait for a

@@ -127,7 +127,7 @@ def bleu_by_length(
         bounds: (10, 20) stands for up to 10, 11 to 20 and over 20 words.
 
     Raises:
-        ValueError: bounds that are not whole numbers of at least 1, each larger than the last.
+        ValueError: bounds that are not integers of at least 1, each larger than the last.
     """
     check_bounds(bounds)
     lengths = [len(split_tag(line)[1].split()) for line in sources]
@@ -144,9 +144,7 @@ def bleu_by_length(
 def check_bounds(bounds: Sequence[int]) -> Sequence[int]:
     """The bounds of `bleu_by_length`, or a ValueError."""
     if not bounds or any(low >= high for low, high in itertools.pairwise((0, *bounds))):
-        raise ValueError(
-            f"by_length: expected rising whole numbers of at least 1, got {list(bounds)}"
-        )
+        raise ValueError(f"by_length: expected rising integers of at least 1, got {list(bounds)}")
     return bounds
 
 

@@ -18,8 +18,8 @@ class NotFiniteError(TrainingError):
     """The loss or a gradient is NaN or infinite."""
 
 
-class ToldError(TrainingError):
-    """Another rank has failed and has said why: this one ends without a word."""
+class OtherRankError(TrainingError):
+    """Another rank has failed and has printed the reason. This rank prints nothing."""
 
 
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:

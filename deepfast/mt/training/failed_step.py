@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast.mt.training.environment import set_random_state
-from deepfast.mt.training.errors import NotFiniteError, ToldError, TrainingError
+from deepfast.mt.training.errors import NotFiniteError, OtherRankError, TrainingError
 from deepfast.mt.training.parallel import Share, is_sharded, local, syncing
 
 Trainer = Any
@@ -36,7 +36,7 @@ def not_finite(
             lambda: [trainer.batch_loss(batch, 0.0, alone=True) for batch, _ in mine],
         )
     if math.isfinite(own):
-        return ToldError(f"step {step}: the loss of another rank is not finite")
+        return OtherRankError(f"step {step}: the loss of another rank is not finite")
     where = f"the output of {module}" if module else "the loss, every module's output is finite"
     return NotFiniteError(
         f"step {step}: the loss is {own}; the first value that is not finite is {where}"
@@ -63,7 +63,7 @@ def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int
     if module:
         return NotFiniteError(text(f"of the output of {module}"))
     # Where no rank finds it, it was the sum over the ranks that went wrong.
-    return (ToldError if guilty else NotFiniteError)(text(where))
+    return (OtherRankError if guilty else NotFiniteError)(text(where))
 
 
 def check_weights(trainer: Trainer) -> None:
@@ -73,13 +73,13 @@ def check_weights(trainer: Trainer) -> None:
 
     Raises:
         NotFiniteError: a parameter is not finite.
-        ToldError: it is one of another rank's share.
+        OtherRankError: it is one of another rank's share.
     """
     bad = [name for name, p in trainer.model.named_parameters() if not _finite(local(p))]
     if any(found for (found,) in trainer.ranks.rows(bool(bad))):
         name = bad[0] if bad else None
         text = f"step {trainer.step}: the parameter {name} is not finite after the update"
-        raise NotFiniteError(text) if name else ToldError(text)
+        raise NotFiniteError(text) if name else OtherRankError(text)
 
 
 def _finite(value: Any) -> bool:

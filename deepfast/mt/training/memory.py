@@ -116,7 +116,9 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     tokens, accumulate = _of_one_rank(recipe, trainer)
     # As far as it is known before the first step.
     dtype = getattr(torch, recipe.train.precision)
-    attention = backends.preview("attention", backends.asked(), trainer.device, dtype)[0]
+    attention = backends.preview("attention", backends.requested_backend(), trainer.device, dtype)[
+        0
+    ]
     return plan(
         budget=limit,
         num_layers=config.encoder_layers,

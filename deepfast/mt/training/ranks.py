@@ -24,8 +24,8 @@ from deepfast.mt.training.environment import StopSignal
 from deepfast.mt.training.errors import (
     CheckpointError,
     NotFiniteError,
+    OtherRankError,
     RecipeError,
-    ToldError,
     TrainingError,
 )
 
@@ -55,12 +55,12 @@ def restarts() -> int:
     """How often torchrun has started the ranks again; 0 without torchrun.
 
     Raises:
-        TrainingError: the variable that tells it is no whole number.
+        TrainingError: the variable that tells it is no integer.
     """
     name = "TORCHELASTIC_RESTART_COUNT"
     count = os.environ.get(name, "0") if launched() else "0"
     if not (count.isascii() and count.isdigit()):
-        raise TrainingError(f"{name}: expected a whole number of at least 0, got {count!r}")
+        raise TrainingError(f"{name}: expected an integer of at least 0, got {count!r}")
     return int(count)
 
 
@@ -117,7 +117,7 @@ class Ranks:
         first one gives signs of life, because a vocabulary or a checkpoint may take long.
 
         Raises:
-            ToldError: another rank has failed in the meantime.
+            OtherRankError: another rank has failed in the meantime.
             DistNetworkError: the first rank has given no sign of life for the timeout.
         """
         if self.alone:
@@ -131,7 +131,7 @@ class Ranks:
         called, beats, silent = False, 0, 0.0
         while not self.store.check([name]):
             if self.store.check(["failure"]):
-                raise ToldError(self.store.get("failure").decode())
+                raise OtherRankError(self.store.get("failure").decode())
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
             if self.signal.name and not called:
                 called = True
@@ -148,10 +148,10 @@ class Ranks:
     def blame(self, error: BaseException) -> BaseException:
         """The error with which this rank ends.
 
-        The first rank that fails says why, and by whom. All others end with a `ToldError`, which
-        is not printed.
+        The first rank that fails says why, and by whom. All others end with an `OtherRankError`,
+        which is not printed.
         """
-        if isinstance(error, ToldError):
+        if isinstance(error, OtherRankError):
             return error
         text = f"rank {self.rank}: {_sentence(error)}"
         try:
@@ -163,7 +163,7 @@ class Ranks:
                 )
             text += self._last()
             if self.store.add("failures", 1) > 1:
-                return ToldError(text)
+                return OtherRankError(text)
             self.store.set("failure", text)
         except dist.DistError:
             # The store went down with torchrun: there is nobody to agree with.
@@ -241,7 +241,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
             first rank without a sign of life.
 
     Raises:
-        ToldError: another rank has failed, and has said so.
+        OtherRankError: another rank has failed, and has said so.
         TrainingError, RecipeError, CheckpointError: this rank fails, or has found which one did.
     """
     if not launched():

@@ -44,7 +44,7 @@ def _known_types() -> dict[str, Any]:
 KEYS = _known_types()
 
 MOST_BITS = 1000
-"""Of a whole number in a recipe: a float holds it, and Python prints it."""
+"""Of an integer in a recipe: a float holds it, and Python prints it."""
 
 MOST_VALUES = 10_000
 """Keys and values of a recipe, where an alias counts as all that it stands for."""

@@ -33,8 +33,8 @@ from deepfast.mt.training.environment import (
 from deepfast.mt.training.errors import (
     CheckpointError,
     NotFiniteError,
+    OtherRankError,
     RecipeError,
-    ToldError,
     TrainingError,
 )
 from deepfast.mt.training.failed_step import check_weights
@@ -104,13 +104,15 @@ def _check_same(recipe: Recipe, ranks: Ranks) -> None:
 
     Raises:
         RecipeError: this rank's recipe is another one.
-        ToldError: that of another rank is.
+        OtherRankError: that of another rank is.
     """
     first, *others = ranks.objects(recipe.to_dict())
     for rank, other in enumerate(others, 1):
         if changes := differences(first, other):
             text = f"expected the recipe of rank 0, got another one ({', '.join(changes[:3])})"
-            raise RecipeError(text) if rank == ranks.rank else ToldError(f"rank {rank}: {text}")
+            raise (
+                RecipeError(text) if rank == ranks.rank else OtherRankError(f"rank {rank}: {text}")
+            )
 
 
 def _continued(recipe: Recipe) -> Recipe:

@@ -168,7 +168,7 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
         ours = [file for file in ours if file.name != METRICS or file.stat().st_size]
         # Ranks that torchrun starts again before their first checkpoint find their own metrics.
         if present or (ours and not restarts()):
-            # Without a checkpoint resume=true would begin anew.
+            # Without a checkpoint resume=true would begin at step 0.
             again = "continue it with resume=true, or " if present else ""
             raise CheckpointError(
                 f"{folder}: expected a new folder, got one with an earlier run ({ours[0].name}): "

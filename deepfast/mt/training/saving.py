@@ -33,7 +33,7 @@ from deepfast.mt.training.checkpoint import (
     write_dict,
 )
 from deepfast.mt.training.environment import random_state, set_random_state
-from deepfast.mt.training.errors import CheckpointError, ToldError
+from deepfast.mt.training.errors import CheckpointError, OtherRankError
 from deepfast.mt.training.parallel import like, whole
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import TrainSection
@@ -261,7 +261,7 @@ def save_folder(
 
     Raises:
         CheckpointError: this rank cannot write, or the first cannot finish.
-        ToldError: another rank cannot write, and says so.
+        OtherRankError: another rank cannot write, and says so.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -275,13 +275,13 @@ def save_folder(
         files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
         ranks.by_first(lambda: _finish(temporary, path, content, files))
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
-        if isinstance(error, (ToldError, dist.DistError)):
+        if isinstance(error, (OtherRankError, dist.DistError)):
             raise
         shutil.rmtree(temporary, ignore_errors=True)
         cause: BaseException = error
         if isinstance(error, dcp.api.CheckpointException):
             if ranks.rank not in error.failures:
-                raise ToldError(str(path)) from error
+                raise OtherRankError(str(path)) from error
             cause = error.failures[ranks.rank][0]
         raise not_written(path, cause) from error
 

@@ -21,7 +21,7 @@ from deepfast.mt.data.phrases import LANGUAGES
 from deepfast.mt.data.vocabulary import SPECIALS, tag_of
 from deepfast.mt.training.errors import RecipeError, expect
 
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text",
          dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
 
 
@@ -41,8 +41,8 @@ Positive = Annotated[float, Limit("a number above 0", lambda x: x > 0)]
 """Infinity too: no limit."""
 Penalty = Annotated[float, Limit("a number of at least 0", lambda x: 0 <= x < math.inf)]
 Fraction = Annotated[float, Limit("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Count = Annotated[int, Limit("a whole number of at least 1", lambda n: n >= 1)]
-Size = Annotated[int, Limit("a whole number of at least 0", lambda n: n >= 0)]
+Count = Annotated[int, Limit("an integer of at least 1", lambda n: n >= 1)]
+Size = Annotated[int, Limit("an integer of at least 0", lambda n: n >= 0)]
 File = Annotated[str, Limit("a file", bool, path=True)]
 MaybeFile = Annotated[str, Limit("text", lambda text: True, path=True)]
 """Empty text stands for none."""
@@ -51,10 +51,10 @@ Folder = Annotated[str, Limit("a folder, ./~NAME for one that begins with ~",
                               lambda text: text[:1] not in ("", "~"), path=True)]  # fmt: skip
 # At most what sentencepiece reads.
 Pieces = Annotated[int, Limit(f"5 to {2**31 - 1} pieces", lambda n: 4 < n < 2**31)]
-Threads = Annotated[int, Limit(f"a whole number from 1 to {MOST_THREADS}",
+Threads = Annotated[int, Limit(f"an integer from 1 to {MOST_THREADS}",
                                lambda n: 1 <= n <= MOST_THREADS)]  # fmt: skip
 # What torch.manual_seed takes.
-Seed = Annotated[int, Limit("a whole number from -2^63 to 2^64 - 1",
+Seed = Annotated[int, Limit("an integer from -2^63 to 2^64 - 1",
                             lambda n: -(2**63) <= n < 2**64)]  # fmt: skip
 Seconds = Annotated[float, Limit("seconds above 0 and below 1e6", lambda x: 0 < x < 1e6)]
 
@@ -95,7 +95,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
             if plain is float and isinstance(value, (int, str)) and not isinstance(value, bool):
                 with contextlib.suppress(ValueError, OverflowError):
                     found = float(value)
-            # In Python True is a whole number, in a recipe it is not.
+            # In Python True is an integer, in a recipe it is not.
             same = isinstance(found, plain) and isinstance(found, bool) == (plain is bool)
             if same and (limit is None or limit.fits(found)):
                 return found
@@ -286,7 +286,7 @@ class OptimSection(Section):
     schedule: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
     """After the warm-up: "inverse_sqrt" of the step, or "constant"."""
     restart_step: Count | None = None
-    """After this step Adam starts anew, with the rate restart_lr; None: never."""
+    """After this step Adam forgets its moments and starts with the rate restart_lr; None: never."""
     restart_lr: Rate | None = None
     """Constant rate after the restart."""
     restart_accumulate: Count | None = None

@@ -151,7 +151,7 @@ class LatentDepth(nn.Module):
         checks.choice(op, PRIORS, prior=self.prior)
         checks.choice(op, EVALUATIONS, evaluation=self.evaluation)
         if not checks.is_whole(self.seed):
-            raise ValueError(f"{op}: seed must be a whole number, got {self.seed!r}")
+            raise ValueError(f"{op}: seed must be an integer, got {self.seed!r}")
         if not (isinstance(self.beta, tuple) and len(self.beta) == 2):
             raise ValueError(f"{op}: beta must be two numbers above 0, got {self.beta!r}")
         for number in self.beta:

@@ -185,7 +185,7 @@ def test_too_long_is_dropped_and_counted():
         ([([5] * 9, [5])], {"max_length": 5}, "at most 5 tokens, got 1 pairs, all longer"),
         ([([5], [6]), ([5] * 30, [6])], {"max_tokens": 30},
          r"example 1: a sentence of 31 tokens .* max_tokens=30"),
-        (PAIRS, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
+        (PAIRS, {"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_arguments(pairs, arguments, sentence):

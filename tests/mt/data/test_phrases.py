@@ -88,7 +88,7 @@ def test_some_kinds():
         ("en", {}, "one of de, fr, es, got 'en'"),
         ("de", {"kinds": ["date", "song"]}, "some of number, .*, got song"),
         ("de", {"kinds": []}, "got none"),
-        ("de", {"dev": -1}, "dev must be a whole number of at least 0, got -1"),
+        ("de", {"dev": -1}, "dev must be an integer of at least 0, got -1"),
         ("de", {"train": 20_000, "kinds": ["month"]}, "no new phrase of the kind 'month'"),
     ],
 )

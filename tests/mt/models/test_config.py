@@ -18,7 +18,7 @@ from deepfast.nn import LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 from tests.mt.models.kinds import RECURRENT, SIZES, both
 
-WHOLE = "must be a whole number of at least 1, got"
+WHOLE = "must be an integer of at least 1, got"
 REFUSED = {
     TransformerConfig: [
         ({"vocab_size": 0}, f"vocab_size {WHOLE} 0"),
@@ -27,8 +27,8 @@ REFUSED = {
         ({"num_heads": True}, f"num_heads {WHOLE} True"),
         ({"dim": 18, "num_heads": 4}, "dim must be an even multiple of num_heads 4, got 18"),
         ({"dim": 15}, "dim must be an even multiple of num_heads 3, got 15"),
-        ({"padding_idx": 11}, "padding_idx must be a whole number from 0 to 10, got 11"),
-        ({"first_position": -1}, "first_position must be a whole number of at least 0, got -1"),
+        ({"padding_idx": 11}, "padding_idx must be an integer from 0 to 10, got 11"),
+        ({"first_position": -1}, "first_position must be an integer of at least 0, got -1"),
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ({"dropout": math.nan}, r"dropout must be a number in \[0, 1\), got nan"),
         ({"attention_dropout": -0.1}, r"attention_dropout must be a number in \[0, 1\)"),
@@ -69,7 +69,7 @@ REFUSED = {
         (both("latent", latent={"taus": 1}), "latent must have keys among anneal.* got taus"),
         (both("latent", latent={"tau": 0}), "latent: tau must be a number above 0, got 0"),
         (both("latent", latent={"hard": "no"}), "latent: hard must be True or False, got 'no'"),
-        (both("latent", latent={"seed": 1.5}), "latent: seed must be a whole number, got 1.5"),
+        (both("latent", latent={"seed": 1.5}), "latent: seed must be an integer, got 1.5"),
         (both("latent", latent={"target_layers": 3, "target_weight": 1}), "at most the 2 layers"),
         ({"latent": {"tau": 2}},
          r"latent needs a side with connection 'latent' for \['tau'\], got none"),
@@ -91,10 +91,10 @@ REFUSED = {
     FastForwardLSTMConfig: [
         ({"dim": 7}, "dim must be even, got 7"),
         ({"encoder_layers": 0}, f"encoder_layers {WHOLE} 0"),
-        ({"columns": 3}, "columns must be a whole number from 1 to 2, got 3"),
+        ({"columns": 3}, "columns must be an integer from 1 to 2, got 3"),
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ({"lr_scale": 0}, "lr_scale must be a number above 0, got 0"),
-        ({"padding_idx": 20}, "padding_idx must be a whole number from 0 to 10, got 20"),
+        ({"padding_idx": 20}, "padding_idx must be an integer from 0 to 10, got 20"),
     ],
 }  # fmt: skip
 

@@ -165,7 +165,7 @@ BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
         (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, which"),
         ([*BY_LENGTH, "3", "--picture", "x.pdf"],
          "--picture: expected a file ending in .svg or .png, got x.pdf"),
-        ([*BY_LENGTH, "3,x"], "expected rising whole numbers such as 10,20,30, got '3,x'"),
+        ([*BY_LENGTH, "3,x"], "expected rising integers such as 10,20,30, got '3,x'"),
         (["score", "{s}", "{s}", "--source", "{e}", "--by-length", "3"],
          "empty as in "),
         (["score", "{s}", "{e}"], "got 4 translations and 0 references"),

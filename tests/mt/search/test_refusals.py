@@ -25,12 +25,12 @@ search, force = partial(beam_search, lively()), partial(score_hypotheses, lively
 bounded = partial(bleu_by_length, ["a"], ["b"], ["b"])
 
 OPTIONS = [
-    ({"beam": 0}, "beam must be a whole number of at least 1, got 0"),
+    ({"beam": 0}, "beam must be an integer of at least 1, got 0"),
     ({"beam": 10**9}, "beam must be at most 65536, got 1000000000"),
-    ({"beam": 2.0}, "beam must be a whole number of at least 1, got 2.0"),
+    ({"beam": 2.0}, "beam must be an integer of at least 1, got 2.0"),
     ({"nbest": 5}, "nbest must be at most beam 4, got 5"),
-    ({"max_length": 0}, "max_length must be a whole number of at least 1, got 0"),
-    ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
+    ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+    ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
     ({"length_penalty": -0.1}, "length_penalty must be a number from 0 to 10, got -0.1"),
     ({"length_penalty": math.nan}, "length_penalty must be a number from 0 to 10, got nan"),
     ({"deep_shallow": True, "alpha": 1.1}, "alpha must be between 0 and 1, got 1.1"),
@@ -53,7 +53,7 @@ REFUSED = [
     (partial(bleu, ["a", "b"], ["a"]), "got 2 translations and 1 references"),
     (partial(bleu, [], []), "at least one translation, got none"),
     (partial(bleu, ["a"], "text"), "references must be a list of sentences, got one string"),
-    *((partial(bounded, bounds), "by_length: expected rising whole numb")
+    *((partial(bounded, bounds), "by_length: expected rising integ")
       for bounds in ([], [0], [3, 3], [5, 3], [-1, 3])),
     (partial(Ensemble, []), "Ensemble: expected at least one model, got none"),
     (partial(Ensemble, [lively(60), lively(9)]), "models with one vocab_size, got [60, 9]"),

@@ -70,7 +70,7 @@ def test_the_runs_of_each_point(tmp_path):
         (["model.dim=16"], ["model.dim=8"], "model.dim: expected either an override or --over"),
         (["model.dim=16"], ["resume=true"], "resume: expected no override, --output decides it"),
         (["model.dimm=16"], [], "unknown key model.dimm, the nearest known key is model.dim"),
-        (["model.num_heads=2,x"], [], "model.num_heads: expected a whole number, got 'x'"),
+        (["model.num_heads=2,x"], [], "model.num_heads: expected an integer, got 'x'"),
         (["model.dim=16"], ["data.dev_size=0", "data.test_size=0"], "expected dev or test pairs"),
     ],
 )
