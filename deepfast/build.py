@@ -33,7 +33,7 @@ if X86:
     ]
     INSTRUCTION_SETS["avx512bf16"] = [*INSTRUCTION_SETS["avx512"], "-mavx512bf16"]
 
-# The oldest torch whose stable ABI is enough: one binary serves 2.10 and newer.
+# The oldest torch whose stable ABI is enough: one binary works with 2.10 and newer.
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", *(["-DDEEPFAST_X86"] if X86 else [])]
@@ -75,7 +75,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_libraries(nvcc: str) -> list[Path]:
-    """The folders of the toolkit's libraries, which nvcc names: nvcc may be a wrapper elsewhere."""
+    """The toolkit's library folders. nvcc prints them, because it may be a wrapper elsewhere."""
     command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     top = next(line for line in said.stderr.splitlines() if line.startswith("#$ TOP="))
@@ -84,7 +84,7 @@ def cuda_libraries(nvcc: str) -> list[Path]:
 
 
 def nvcc_facts(nvcc: str) -> tuple[str, list[str]]:
-    """The nvcc's version, such as 13.0, and those of CUDA_ARCHITECTURES that it can compile for."""
+    """The nvcc's version, such as 13.0, and the CUDA_ARCHITECTURES that it supports."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     version = version.split("release ")[1].split(",")[0]
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
@@ -98,14 +98,14 @@ def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
         version, architectures = nvcc_facts(nvcc)
         runtime = [f for f in cuda_libraries(nvcc) if (f / "libcudart_static.a").exists()]
     except (OSError, subprocess.CalledProcessError, IndexError, StopIteration) as error:
-        return f"{nvcc} does not answer as an nvcc does ({type(error).__name__}: {error})"
+        return f"{nvcc} does not behave like nvcc ({type(error).__name__}: {error})"
     if version.split(".")[0] != torch_cuda.split(".")[0]:
         # The runtime that nvcc links in may need a newer driver than torch does.
-        return f"nvcc is of CUDA {version}, torch of CUDA {torch_cuda}"
+        return f"nvcc has CUDA {version}, but torch was built with CUDA {torch_cuda}"
     if not architectures:
         return f"{nvcc} knows none of the architectures {', '.join(CUDA_ARCHITECTURES)}"
     if not runtime:
-        return f"{nvcc} has no libcudart_static.a beside it"
+        return f"the CUDA toolkit of {nvcc} has no libcudart_static.a"
     return None
 
 
@@ -131,7 +131,7 @@ def cuda_refusal() -> str | None:
 
 
 def write_headers(folder: Path):
-    """Writes what is generated from the table of launches."""
+    """Writes the C++ code generated from the table of launches."""
     runpy.run_path(str(CSRC / "headers.py"))["write"](folder)
 
 
@@ -204,7 +204,7 @@ def cuda_objects(ninja: Ninja, cxx: str, nvcc: str, version: str, architectures:
 
 
 def ninja_file(cxx: str, target: str, folder: Path) -> str:
-    """The build, file by file."""
+    """The text of build.ninja."""
     import torch
 
     ninja = Ninja()
@@ -276,8 +276,8 @@ def compile_ops(
     begin: Callable[[int, float], object] = lambda files, seconds: None,
     advance: Callable[[int], object] = lambda done: None,
 ) -> None:
-    """Compiles what changed and writes the library. Of several processes one compiles and the
-    others wait.
+    """Compiles what changed and writes the library. If several processes call it, one
+    compiles and the others wait.
 
     target: the library; others of this Python beside it are removed.
     begin: is called with the number of files to compile and the seconds that this takes.
@@ -286,7 +286,7 @@ def compile_ops(
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    # torch brings it.
+    # torch depends on filelock, so it is installed.
     from filelock import FileLock
 
     cxx = compiler()
@@ -311,7 +311,7 @@ def compile_ops(
         if ninja.returncode != 0:
             raise BuildError(
                 f"the build failed: {first_error(log.read_text())}; the log is {log}; deepfast "
-                "works without the C++ ops, by those of torch"
+                "works without its C++ ops and then uses PyTorch's ops"
             )
         with replaced(target) as file:
             file.write((folder / "_C.so").read_bytes())

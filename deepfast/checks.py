@@ -1,4 +1,4 @@
-"""Checks of inputs. Each raises an error with one sentence: what is wrong, expected and got.
+"""Checks of inputs. Each raises one sentence: the argument, what is expected, and the value.
 
 ``op`` is the name of the op, module or command at the start of the sentence. This module imports
 torch only when it checks a tensor: a command line is checked without it.
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 # For isinstance. Real is for NumPy's numbers. It comes last, because its check is slow.
 NUMBER = (float, int, Real)
 MOST_THREADS = 1024
-"""Far more threads than a machine can start end the process without an error."""
+"""If torch starts far more threads than the machine allows, the process dies without an error."""
 MOST: dict[str | tuple[str, ...], int] = {
     ("layers", "states", "reads", "blocks", "beam", "seeds", "jobs"): 2**16,
     "dim": 2**31 - 1,
     "": 2**63 - 1,
 }
-"""The end of a name -> the largest value of such a size or count.
+"""Suffix of an argument's name -> the largest value of the argument.
 
 Counts have a low limit, because tables grow with them; no model or search comes near it. A wider
-``dim`` would make a tensor whose number of elements overflows. Everything else is an int64."""
+``dim`` would make a tensor whose number of elements overflows. All other
+arguments must fit into an int64."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 100, 100
@@ -92,14 +93,14 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
 
 
 def _is_number(op: str, name: str, value: object) -> bool:
-    # torch takes no longer integer, and a float may not hold it.
+    # torch takes only 64-bit integers, and a longer one may overflow a float.
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
     return isinstance(value, NUMBER)
 
 
 def number(op: str, least: float = 0, most: float | None = None, **values: float) -> None:
-    """Finite numbers from ``least`` to ``most``, each under the name of its argument."""
+    """Checks that each keyword argument is a finite number from ``least`` to ``most``."""
     for name, value in values.items():
         if not (_is_number(op, name, value) and least <= value < math.inf) or (
             most is not None and value > most
@@ -120,8 +121,8 @@ def finite(op: str, name: str, value: float) -> None:
 
 
 def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> None:
-    """Sizes and counts from ``least`` to ``most``, each under the name of its argument. None: to
-    what `MOST` has for the name."""
+    """Checks that each keyword argument is an integer from ``least`` to ``most``. If ``most`` is
+    None, `MOST` gives the limit for the argument's name."""
     for name, value in values.items():
         if not is_whole(value) or value < least or (most is not None and value > most):
             span = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -132,38 +133,38 @@ def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> No
 
 
 def choice(op: str, allowed: Iterable[object], **values: object) -> None:
-    """One of a few values, each under the name of its argument."""
+    """Checks that each keyword argument is one of the ``allowed`` values."""
     allowed = tuple(allowed)
     for name, value in values.items():
-        # By type first: an array or a tensor compares by element.
+        # Compare types first, because ``==`` is elementwise for arrays and tensors.
         if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(map(str, allowed))
             raise ValueError(f"{op}: {name} must be one of {known}, got {shown(value)}")
 
 
 def flag(op: str, **values: bool) -> None:
-    """Switches, each under the name of its argument."""
+    """Checks that each keyword argument is a bool."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def fraction(op: str, **values: float) -> None:
-    """Numbers in [0, 1), each under the name of its argument."""
+    """Checks that each keyword argument is a number in [0, 1)."""
     for name, value in values.items():
         if not (isinstance(value, NUMBER) and 0 <= value < 1):
             raise ValueError(f"{op}: {name} must be a number in [0, 1), got {value!r}")
 
 
 def positive(op: str, **values: float) -> None:
-    """Finite numbers above 0, each under the name of its argument."""
+    """Checks that each keyword argument is a finite number above 0."""
     for name, value in values.items():
         if not (_is_number(op, name, value) and 0 < value < math.inf):
             raise ValueError(f"{op}: {name} must be a number above 0, got {value!r}")
 
 
 def dictionary(op: str, **values: dict) -> None:
-    """Dictionaries, each under the name of its argument."""
+    """Checks that each keyword argument is a dict."""
     for name, value in values.items():
         if not isinstance(value, dict):
             raise ValueError(f"{op}: {name} must be a dict, got {value!r}")

@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all, and packages that are imported when they are needed.
+"""Atomic file writes, and lazy imports of optional packages.
 
-Their errors are one sentence each.
+Each error message is one sentence.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def require(module: str, purpose: str) -> ModuleType:
 
 
 def cache_folder() -> Path:
-    """The user's folder for what deepfast keeps: DEEPFAST_CACHE, or else XDG's."""
+    """deepfast's cache folder: DEEPFAST_CACHE, else "deepfast" in the XDG cache folder."""
     if given := os.environ.get("DEEPFAST_CACHE"):
         return Path(os.path.expanduser(given))
     # Not Path.home(), which raises where the user has no home folder. The path then begins with ~,
-    # and a folder of that name in the working folder serves.
+    # so the cache is in a folder named ~ in the working folder.
     home = Path(os.path.expanduser("~"))
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "deepfast"
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose content becomes the file at the end of the block. If the block fails, the file
-    stays as it was.
+    """Opens a temporary file, which replaces ``path`` at the end of the block. If the block
+    fails, ``path`` does not change.
 
     Raises:
         OSError: the folder is missing or not writable, or the disk is full.
@@ -88,22 +88,22 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuses an output file that could not be written, before the work for it is done.
+    """Raises an error if an output file cannot be written. Call it before the work.
 
     Raises:
         DataError: the folder is missing or not writable, or the path is a folder.
     """
     path = Path(path)
     if not path.parent.is_dir():
-        raise DataError(f"{path}: expected a folder that exists, got {path.parent}")
+        raise DataError(f"{path}: {path.parent} is not an existing folder")
     if path.is_dir():
         raise DataError(f"{path}: expected a file, got a folder")
     if not os.access(path.parent, os.W_OK):
-        raise DataError(f"{path}: expected a folder that can be written, got {path.parent}")
+        raise DataError(f"{path}: the folder {path.parent} is not writable")
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder, and those that it is in; one that exists stays.
+    """Makes a folder and its parents, like ``mkdir -p``.
 
     Raises:
         DataError: it cannot be made.

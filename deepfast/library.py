@@ -1,4 +1,4 @@
-"""The compiled library of C++ ops, deepfast._C: where it is, and why there is none.
+"""The compiled library of C++ ops, deepfast._C: its path, how it is loaded, and why it cannot be.
 
 Its file name contains a digest of its sources, so a library that was compiled from other sources is
 never loaded. `deepfast build` writes it into the package. Where that folder is read-only, it writes
@@ -20,7 +20,7 @@ from deepfast.files import cache_folder
 PACKAGE = Path(__file__).resolve().parent
 
 CSRC = PACKAGE / "csrc" if (PACKAGE / "csrc").exists() else PACKAGE.parent / "csrc"
-"""The C++ sources: in an installed package inside of it, in a clone beside it."""
+"""The C++ sources: inside the installed package, or next to the package in a clone."""
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 """Names the version of Python, the processor's architecture and the system."""
@@ -45,7 +45,7 @@ def file_name() -> str:
 
 
 def in_package() -> Path:
-    """The library in the package. It uses torch's stable ABI, so it serves newer versions too."""
+    """The library in the package. By torch's stable ABI it works with newer versions too."""
     return PACKAGE / file_name()
 
 
@@ -57,10 +57,12 @@ def in_cache() -> Path:
 
 
 def load() -> tuple[ModuleType | None, str | None]:
-    """The library, or None and the reason. Loading it registers its ops with torch."""
+    """Returns (library, None) or (None, reason). Loading registers the ops with torch."""
     reason = "the C++ ops are not compiled"
     for path in (*PACKAGE.glob(f"_C*{SUFFIX}"), *cache_folder().glob(f"torch-*/_C*{SUFFIX}")):
-        reason = f"the C++ ops do not fit: {path} is of other sources or for another torch"
+        reason = (
+            f"the C++ ops do not match: {path} is built from other sources or for another torch"
+        )
     # The cache first: a wheel brings a library without CUDA, and one that was compiled here has it.
     for path in filter(os.path.exists, (in_cache(), in_package())):
         spec = importlib.util.spec_from_file_location("deepfast._C", path)

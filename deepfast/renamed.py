@@ -21,11 +21,11 @@ POLICIES = {
 """Old name of a recompute policy -> its name now."""
 
 KEYS = OPTIONS | {"memory": "recompute or memory_budget"}
-"""Old key of a recipe -> what an error says of it."""
+"""Old key of a recipe -> the new name, for the error message."""
 
 
 def options(old: dict[str, Any]) -> dict[str, Any]:
-    """The same options under today's names; nested ones too. Today's names pass unchanged."""
+    """Replaces old option names by the current ones, also in nested dicts."""
     return {
         OPTIONS.get(key, key): options(value) if isinstance(value, dict) else value
         for key, value in old.items()
@@ -33,7 +33,7 @@ def options(old: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe(old: dict[str, Any]) -> dict[str, Any]:
-    """The same recipe, as a checkpoint of version 1 has it, under today's names."""
+    """Replaces the old names in the recipe of a version 1 checkpoint by the current ones."""
     found = options(old)
     memory = found.pop("memory", None)
     if memory in POLICIES:

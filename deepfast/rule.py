@@ -1,15 +1,15 @@
-"""The rule by which a backend serves an op on a GPU: one table.
+"""The table that chooses the default backend of an op on a GPU.
 
 A line is: op, backend, bits of the dtypes, the lowest compute capability, the largest size. The
 size of a call is the number of channels of a row; for attention it is the longest sentence. The
-lines of an op are in the order of choice. Where none of them fits, torch's own form serves: sdpa
-for attention, and the reference for other ops. `backend.refusal` says what a backend cannot run at
+first line that matches is chosen. If no line matches, attention uses torch's sdpa, and the other
+ops use the reference. `backend.refusal` says what a backend cannot run at
 all.
 
 Kernels in CUDA C++ come before Triton's because they need no compiler at run time. In attention,
 Triton's kernels read packed sentences, and sdpa pads them. Padding costs most where sentences are
-short. In fp32 Triton's products use no tensor cores, so sdpa serves. varlen has no dropout, so it
-serves only where it is requested. No number here is measured on a GPU of ours yet: `deepfast
+short. In fp32 Triton's matmuls use no tensor cores, so sdpa is used. varlen has no dropout, so it
+is used only on request. We have not measured these numbers on our own GPU yet: `deepfast
 selfcheck` prints the times of all backends on yours. The kernels take any number of tokens, sources
 and rows, so these counts do not change the choice. A kernel of Triton that holds whole rows has at
 most 512 threads for a row, and each of them has registers for 32 channels: together 16384.
@@ -67,13 +67,13 @@ def why_not(
     """
     line = next((x for x in LINES if (x.op, x.backend) == (op, backend)), None)
     if line is None:
-        return "deepfast/rule.py does not name it for this op"
+        return "deepfast/rule.py does not list it for this op"
     if 8 * dtype.itemsize not in line.bits:
-        return f"deepfast/rule.py names it for dtypes of {' and '.join(map(str, line.bits))} bits"
+        return f"deepfast/rule.py lists it only for {' and '.join(map(str, line.bits))}-bit dtypes"
     for i in devices:
         if torch.cuda.get_device_capability(i) < line.capability:
             needed = ".".join(map(str, line.capability))
-            return f"deepfast/rule.py names it from compute capability {needed} on"
+            return f"deepfast/rule.py lists it only for compute capability {needed} or newer"
     if size is not None and size > line.largest:
-        return f"deepfast/rule.py names it for sizes up to {line.largest}, not {size}"
+        return f"deepfast/rule.py lists it only for sizes up to {line.largest}, got {size}"
     return None

@@ -132,7 +132,7 @@ def test_cuda_files():
     [
         ("", None, "13.0", "has no CUDA"),
         ("", "13.0", None, "no nvcc was found"),
-        ("", "12.8", "13.0", "nvcc is of CUDA 13.0, torch of CUDA 12.8"),
+        ("", "12.8", "13.0", "nvcc has CUDA 13.0, but torch was built with CUDA 12.8"),
         ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
         ("", "13.0", "13.0", None),
         ("1", "13.0", "13.1", None),
@@ -157,7 +157,7 @@ def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, says):
     monkeypatch.delenv("DEEPFAST_BUILD_CUDA", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc))
-    assert "does not answer" in build.cuda_refusal()
+    assert "does not behave like nvcc" in build.cuda_refusal()
 
 
 @pytest.mark.parametrize(

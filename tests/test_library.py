@@ -66,7 +66,7 @@ def test_a_library_with_another_key_is_ignored(package, place):
     other.write_text("not a library")
     found, reason = library.load()
     assert found is None
-    assert f"{other} is of other sources or for another torch; `deepfast build`" in reason
+    assert f"{other} is built from other sources or for another torch; `deepfast build`" in reason
 
 
 def test_a_library_that_does_not_load_is_a_reason(package):

@@ -47,7 +47,7 @@ class Attachment:
         # For messages: an nn.Sequential that is its own list gets another class.
         self.name = type(parent).__name__
         self.kind = _kind(parent._modules[NAME])
-        # That the layers run without the connection.
+        # Whether the warning was given that the layers run without the connection.
         self.warned = False
         self.open = Open()
         # Inside torch.compile, which does not carry what is local to a thread from graph to graph.

@@ -219,8 +219,8 @@ class Pass:
             )
         if y.dim() == 0 or y.shape[-1] != self.connection.dim:
             raise ValueError(
-                f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}; connect with "
-                "dim= where that is another width than the layers'"
+                f"{where} must be (..., {self.connection.dim}), got {tuple(y.shape)}; pass dim= "
+                "to connect if the states have another width than the layers"
             )
 
     def _push(self, y: Tensor, k: int) -> Tensor:

@@ -19,8 +19,8 @@ class AttentionPass(DepthPass):
     """``x_{l+1} = sum_k p_{l,k} z_k`` from the scores ``s_{l,k} = q_l . z_k r_k + b[l,k]``, with
     ``r_k = 1 / RMS(z_k)``.
 
-    The query belongs to a row and not to a token. So the score of a state for every later row is
-    known as soon as the state is, and the rows are computed in the blocks of DLCL.
+    The query belongs to a row and not to a token. So once a state exists, its scores for
+    all later rows can be computed, and the rows are computed in blocks, as in DLCL.
 
     Its parameters are q (L+1, D), and b (L+1, L+1) or None.
     """
@@ -151,8 +151,8 @@ class AttentionResiduals(DepthConnection):
             ``rows = reads * L + 1`` pushes, the embedding first.
         block: layers per block; None for the full form.
         window: how many of the newest states a row reads; None for all. Only in the full form.
-        score_function: "softmax" or "relu", which makes weights of the scores.
-        norm_affine: whether each row has a weight for the channels of n.
+        score_function: "softmax" or "relu": the function from scores to weights.
+        norm_affine: whether each row's RMSNorm has a learnable weight.
         scale: multiplies the scores.
         state_dtype: dtype of the states under autocast, as in `DLCL`.
         eps: added to the mean square in the RMSNorm.

@@ -33,7 +33,7 @@ def _mix(sizes: Sizes, decoder: bool) -> float:
 
 
 def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
-    """One layer with `none`, forward and backward, with its rows of the mixing."""
+    """FLOPs of a layer with the policy `none`: forward, backward and depth mixing."""
     d, f = sizes.dim, sizes.ffn_dim
     tokens = sizes.target_tokens if decoder else sizes.tokens
     # Queries and output, keys and values.

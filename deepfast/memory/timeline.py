@@ -33,7 +33,7 @@ and libraries."""
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Embedding and projection to the vocabulary."""
+    """Bytes of the embedding and of the projection to the vocabulary."""
 
     kept: int
     """Bytes per token of one side, from the embedding's forward to its backward."""
@@ -137,8 +137,8 @@ def local_parameters(sizes: Sizes) -> int:
 
 
 def gathered(sizes: Sizes) -> int:
-    """Bytes of the whole parameters that FSDP holds at one time: a layer and the buffer that it
-    came in, one connection in fp32, and all that belongs to no layer."""
+    """Bytes of the unsharded parameters that FSDP holds at one time: a layer and its all-gather
+    buffer, one connection in fp32, and all parameters outside of the layers."""
     layers = [sizes.layer_parameters()] * sizes.num_layers
     connections = [sizes.connection_parameters()]
     if sizes.decoder_layers:

@@ -76,7 +76,7 @@ class MultiheadAttention(nn.Module):
         dim: D.
         num_heads: H, a divisor of D.
         num_kv_heads: G, a divisor of H: heads of keys and values, each for H / G heads of queries
-            (grouped-query attention). Their projections then are G d wide. None for H.
+            (grouped-query attention). Keys and values then have G d channels. None means H.
         window: (left, right): a token sees the tokens of its sentence from ``left`` before it to
             ``right`` after it, see `ops.attention`; causal attention has right 0. Padding does not
             count. Self-attention only.

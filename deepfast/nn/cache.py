@@ -125,10 +125,11 @@ class KeyValueCache:
     def append(
         self, key: Tensor, value: Tensor, left: int = -1
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Adds the columns of the hypotheses' position, each (B, G, S, d).
+        """Writes keys and values of the current position, each (B, G, S, d), to the cache.
 
         Returns:
-            `room`, filled, and the mask of its columns, see `Hypotheses.mask`.
+            The keys and values of `room`, now filled, and their attention mask, see
+            `Hypotheses.mask`.
         """
         _, groups, width, channels = key.shape
         k, v = self.room(key, groups, channels, left)

@@ -38,7 +38,7 @@ class Packing:
         argument: str = "key_padding_mask",
         keep: bool = False,
     ) -> "Packing":
-        """From a key padding mask (B, S), True is padding; errors call the mask ``argument``.
+        """Makes one from a key padding mask (B, S), True is padding. Errors name ``argument``.
 
         keep: whether the packed tokens include the padding, so that their number is fixed.
         """

@@ -286,8 +286,8 @@ class TransformerDecoder(_Stack):
     def step(
         self, x_BD: Tensor, cache: DecoderCache, *, states: list[Tensor] | None = None
     ) -> Tensor:
-        """One new position per hypothesis, (B, D) to (B, D), without gradients: the cache is
-        written in place.
+        """Decodes one position per hypothesis, (B, D) to (B, D), without gradients, and updates
+        the cache in place.
 
         Raises:
             TypeError, ValueError: for an x_BD that does not fit the cache.

@@ -259,7 +259,7 @@ def attention(
             )
         return torch_attention.varlen(given)
     if name == "triton" and q.shape[-1] > WIDEST:
-        raise ValueError(f"attention: triton's heads are at most {WIDEST} wide, got {q.shape[-1]}")
+        raise ValueError(f"attention: backend triton needs d <= {WIDEST}, got d={q.shape[-1]}")
     seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
     q, k, v = map(_contiguous_channels, (q, k, v))
     # A default is not requested by its name, so its kernels are checked before their first use.

@@ -3,8 +3,8 @@
 A launch has variants: Triton compiles one for each width, dtype, missing operand and so on. Before
 a variant runs for the first time, it runs once on small random operands of the same kind, and the
 result is compared with the reference in float64. This compiles no other variant, and takes
-milliseconds. A wrong or failing kernel is not used: the reference computes the call, the next
-choice of a backend is another one, and the file of `store` keeps the error for later processes.
+milliseconds. A wrong or failing kernel is not used: the reference computes the call, later
+calls choose another backend, and `store` saves the error for later processes.
 
 A check makes no collective call and waits for no other process. So the ranks of a process group
 cannot block each other: each rank checks what it launches.
@@ -80,9 +80,9 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """The user's modes do not reach the check, and the check does not change them.
+    """Runs the check without the user's autocast and modes, and leaves both unchanged.
 
-    Autocast is off, and so are modes such as a FLOP counter's and the default device's. Random
+    Autocast, dispatch modes (such as a FLOP counter) and the default device are off. Random
     operands need no gradient and have a generator of their own. All work is on the current stream,
     in order with the user's.
     """
@@ -167,7 +167,7 @@ def fault(
     launch: Launch, run: Run, reference: Run, operands: tuple, device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:  # fmt: skip
-    """What is wrong with a launch on random operands like ``operands``; None where nothing is.
+    """The error of a launch on random operands like ``operands``; None if it is correct.
 
     Raises:
         NoReference: the reference raises an error.
@@ -196,9 +196,9 @@ def fault(
 # ---- before each launch --------------------------------------------------------------------------
 
 _right: dict[tuple[str, str], set[tuple]] = {}
-"""By launch and backend: the variants that may run."""
+"""(launch, backend) -> the variants that may run."""
 _checking = threading.RLock()
-"""One thread checks, and the others wait for its answer: backward runs in threads of its own."""
+"""Only one thread checks at a time; others wait. Autograd runs backward in its own threads."""
 
 
 def forget() -> None:
@@ -216,7 +216,7 @@ class Checked:
     ):
         """
         run: the launch; by: its backend.
-        reference: the launch of the reference, which takes the place of a wrong one.
+        reference: the reference launch, which runs instead of a wrong kernel.
         failed: called where a check fails, so that later calls choose another backend.
         """
         self.launch, self.by, self.run, self.reference = launch, by, run, reference
@@ -232,7 +232,7 @@ class Checked:
             self.reference(*operands)
 
     def _may_run(self, operands: tuple, variant: tuple) -> bool:
-        """Whether a variant that this process has not run yet is right, by the file or a check."""
+        """Whether a new variant may run: it is in the file of results, or it passes the check."""
         if no_elements(self.launch, operands):
             return True
         index, dtype, *rest = variant
@@ -250,13 +250,13 @@ class Checked:
         name = " ".join(kernels)
         if mode() == "require":
             raise BackendError(
-                f"DEEPFAST_SELFCHECK=require: {name}: expected a kernel that is right, got "
+                f"DEEPFAST_SELFCHECK=require: {name}: expected a kernel that passes, got "
                 f"{wrong or f'no check {unknown}'}"
             )
         if wrong is None:
             tell_once(
-                f"deepfast: {name} cannot be checked {unknown}: the reference computes this call; "
-                "run the op once before"
+                f"deepfast: {name} cannot be checked {unknown}, so the reference computes this "
+                "call; call the op once beforehand, in eager mode, to check its kernel"
             )
         return False
 
@@ -277,10 +277,10 @@ class Checked:
         if error is not None:
             error = f"{launch.name} {tuple(variant)}: {error}"
             store.log.warning(
-                "deepfast: %s by %s in %s failed its check against float64 on %s, so another "
-                "backend serves from now on: %s (kept in %s; `deepfast selfcheck --op %s` checks "
-                "it again)", launch.op, by, dtype_name(dtype), store.device_name(device), error,
-                known.path, launch.op,
+                "deepfast: %s by %s in %s failed its check against float64 on %s, so later "
+                "calls use another backend: %s (stored in %s; run `deepfast selfcheck --op %s` to "
+                "check it again)", launch.op, by, dtype_name(dtype), store.device_name(device),
+                error, known.path, launch.op,
             )  # fmt: skip
         known.add(
             op=launch.op, backend=by, dtype=dtype_name(dtype), launch=launch.name, variant=variant,
@@ -290,14 +290,14 @@ class Checked:
             self.failed()
         if lost is not None:
             raise BackendError(
-                f"{launch.op}: the check of {by} has ended this process's use of the GPU ({lost}); "
-                "start the program again: another backend will serve"
+                f"{launch.op}: the check of {by} made the GPU unusable for this process ({lost}); "
+                "restart the program: it then uses another backend"
             )
         return None
 
 
 def _lost_context(device: torch.device) -> str | None:
-    """After some errors a GPU answers no call of the process any more: what it says, or None."""
+    """The CUDA error if an earlier error made the GPU unusable for this process, else None."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

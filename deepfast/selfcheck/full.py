@@ -23,7 +23,7 @@ SECONDS = 300.0
 """The limit of a process: it imports torch, compiles kernels and runs all cases."""
 
 PROCESSES = 8
-"""The most at the same time. They mostly compile."""
+"""Maximum number of parallel processes. They mostly compile."""
 
 LENGTHS = (64, 512, 4096)
 """Longest sentences at which attention is timed: tiles that suit one do not suit another."""
@@ -33,7 +33,7 @@ WIDTHS = (512, 1024, 4096)
 
 
 def widths(op: str, kind: str) -> tuple[int, ...]:
-    """Where an op is timed on devices of type ``kind``; on a CPU, where tests run, at toy sizes."""
+    """Sizes at which an op is timed on devices of type ``kind``; small on a CPU, for tests."""
     found: tuple[int, ...] = LENGTHS if op == "attention" else WIDTHS
     found = found if kind == "cuda" else tuple(3 + n // 128 for n in found)
     return tuple(w // 2 for w in found) if op == "peephole_lstm" else found
@@ -45,12 +45,12 @@ def torchs(op: str) -> str:
 
 
 def run(job: dict, seconds: float = SECONDS, prelude: str = "") -> dict:
-    """What a process says of a job of `deepfast.cases.worker`.
+    """Runs a job of `deepfast.cases.worker` in a subprocess and returns its result.
 
     prelude: Python that the process runs first; tests break kernels in it.
 
     Raises:
-        RuntimeError: the process ended before its first case, which says nothing of the kernels.
+        RuntimeError: the process ended before its first case, so no kernel was checked.
     """
     code = f"{prelude}\nfrom deepfast.cases.worker import main\nmain()"
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -77,7 +77,7 @@ def run(job: dict, seconds: float = SECONDS, prelude: str = "") -> dict:
     said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
     end += f": {said}" if said else ""
     if not lines:
-        raise RuntimeError(f"{job['op']}: the process that runs kernels ended: {end}")
+        raise RuntimeError(f"{job['op']}: no test case was run: {end}")
     # Linux kills a process when the machine has no memory left.
     return {"error": f"{last['case']}: {end}", "by": last["by"], "memory": "SIGKILL" in end}
 
@@ -96,11 +96,11 @@ def check(
     store: Store, wanted: dict[str, dict[str, list[str]]], device: torch.device, *,
     thorough: bool = False, say: Callable[[str], None] = print, start: Start | None = None,
 ) -> bool:  # fmt: skip
-    """Runs all cases of the kernels that are wanted, then times the right ones. Each result is
-    kept, and said, as soon as it is there. Returns whether all were right.
+    """Runs all cases of the wanted kernels, then times those that passed. Stores and reports each
+    result at once. Returns whether all kernels passed.
 
-    wanted: by op and backend the dtypes, as "bfloat16".
-    start: tests give another `run`.
+    wanted: op -> backend -> dtypes, such as "bfloat16".
+    start: replaces `run` in tests.
     """
     kernels = [
         (op, by, dtype)
@@ -124,7 +124,7 @@ def check(
             if result["error"] is None:
                 right.setdefault((op, dtype), []).append(by)
     finally:
-        # Where it is interrupted no further process starts.
+        # After an interrupt, start no further process.
         pool.shutdown(cancel_futures=True)
     for (op, dtype), names in right.items():
         if dtype == "float16" and (op, "bfloat16") in right:
@@ -148,6 +148,6 @@ def check(
 
 def _keep(store: Store, op: str, by: str, dtype: str, result: dict, say) -> None:
     if result.get("memory"):
-        say(f"{op} {by} {dtype}: memory ran out, which is no fault of the kernel: nothing is kept")
+        say(f"{op} {by} {dtype}: out of memory, not an error of the kernel: no result is stored")
         return
     store.add(op=op, backend=by, dtype=dtype, error=result["error"], date=time.strftime("%Y-%m-%d"))

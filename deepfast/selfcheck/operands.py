@@ -8,11 +8,11 @@ from torch import Tensor
 from deepfast.launches import Launch, Operand
 
 READ_TOO = {"states", "grads", "logits", "stats", "source_rstd"}
-"""What some launches write and read first."""
+"""Operands that some launches write, but read before, so they need random values."""
 
 TOKENS, STEPS = 37, 3
-"""The most tokens, and steps of a recurrence. With 37 tokens most kernels run several programs, and
-the last one has rows that do not exist."""
+"""Largest number of tokens, and of steps of a recurrence. With 37 tokens most kernels run several
+programs, and the last program is only partly filled."""
 
 ELEMENTS = 1 << 20
 """The most elements of the largest operand, where 3 tokens allow it: the check of a deep stack must
@@ -23,9 +23,9 @@ def random(
     name: str, shape: tuple[int, ...], generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """Values in fp32 for the operand ``name``: what is a scale or a sum of exponentials is above 0.
+    """Values in fp32 for the operand ``name``: scales and sums of exponentials are positive.
 
-    generator: with its own generator a call does not change the state of torch's.
+    generator: if given, the state of torch's default generator does not change.
     """
     how = {"generator": generator, "device": device, "dtype": torch.float32}
     if name in ("rstd", "out_rstd", "source_rstd", "total"):
@@ -45,7 +45,7 @@ def random(
 
 
 def _choice(o: Operand, x: Tensor) -> int:
-    """Which of its shapes an operand has."""
+    """Index of the shape in ``o.shapes`` that has as many dimensions as ``x``."""
     return next(i for i, shape in enumerate(o.shapes) if len(shape) == x.dim())
 
 
@@ -73,8 +73,8 @@ def few(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _empty(o: Operand, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An empty tensor with the alignment of ``x`` and the distances between its rows. Triton
-    compiles a variant of its own for some alignments and distances."""
+    """An empty tensor with the alignment and the strides of ``x``. Triton compiles a separate
+    variant for some alignments and strides."""
     strides, extent, fewer = [0] * x.dim(), 1, False
     regular = o.dense or o.dtype != "storage" or x.stride(-1) != 1 or 0 in x.stride()
     for i in sorted(range(x.dim()), key=lambda i: -i if regular else x.stride(i)):
@@ -96,7 +96,7 @@ def _offsets(total: int, sentences: int, longest: int, device: torch.device) -> 
 
 def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) -> list:
     """Operands in the order of ``operands``, with the same None, numbers, dtypes, widths and
-    layouts. Results begin with sevens: what a launch must not write is compared too."""
+    layouts. Outputs are filled with 7 first, to detect wrong writes."""
     sizes, given = few(sizes_of(launch, operands)), dict(zip(launch.names, operands, strict=True))
     longest, sentences = {}, 1
     for n, end in (("T", "q"), ("Q", "k")):

@@ -1,4 +1,4 @@
-"""What was checked on this machine: one file for each key, in the user's cache folder.
+"""Results of the checks on this machine: one file for each key, in the user's cache folder.
 
 The key names everything that a result depends on: deepfast, the sources of the kernels, the
 compiled library, torch, Triton, the GPU and its driver. A file has one JSON object on each line.
@@ -25,7 +25,8 @@ from deepfast.files import cache_folder
 from deepfast.version import __version__
 
 FORMAT = "3"
-"""Raised when the fields of a line change, or when the checks get stricter: old files then end."""
+"""Increase it if the fields of a line change or the checks get stricter; old files are then
+ignored."""
 
 log = logging.getLogger("deepfast")
 
@@ -67,7 +68,7 @@ def _library() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the model. What was checked on one GPU holds for all of its kind."""
+    """The name of the model. A result holds for all GPUs of the same model."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -126,8 +127,8 @@ class Store:
                 file.write(text.encode())
         except OSError as error:
             tell_once(
-                f"deepfast: {self.path} cannot be written ({error.strerror}): results of checks "
-                "are kept for this process alone; DEEPFAST_CACHE names another folder"
+                f"deepfast: {self.path} cannot be written ({error.strerror}): check results "
+                "are lost when this process ends; set DEEPFAST_CACHE to another folder"
             )
 
     def lines(self) -> Iterator[str]:
@@ -161,7 +162,7 @@ def load(key: dict[str, str]) -> Store:
             if "key" not in line:
                 found.take(line)
         except (ValueError, TypeError, KeyError, AttributeError):
-            tell_once(f"deepfast: {found.path} has a line that is no result of a check: {text!r}")
+            tell_once(f"deepfast: {found.path} has an invalid line, which is ignored: {text!r}")
     return found
 
 

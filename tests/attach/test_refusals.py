@@ -197,7 +197,7 @@ def test_passes(parent, error, words):
 def test_passes_with_other_options():
     parent = Loop()
     connect(parent, norm="pre", dim=8)
-    with pytest.raises(ValueError, match=r"layer 0 of Loop.blocks must be \(..., 8\).* with dim="):
+    with pytest.raises(ValueError, match=r"layer 0 of Loop.blocks must be \(..., 8\).* pass dim="):
         parent(X)
     parent = second(lambda x: x.add_(1))
     connect(parent, norm="pre", connection="attnres")

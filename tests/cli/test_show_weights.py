@@ -172,7 +172,11 @@ def test_attention_residuals_over_a_sample(save, tmp_path, capsys):
         ("dlcl", ["--threshold=-0.1"], "--threshold: expected a number of at least 0, got -0.1"),
         ("dlcl", ["--threshold=nan"], "--threshold: expected a number of at least 0, got nan"),
         ("dlcl", ["--threshold=inf"], "--threshold: expected a number of at least 0, got inf"),
-        ("latent", ["--threshold=0.2"], "--threshold: expected a model with weights, got"),
+        (
+            "latent",
+            ["--threshold=0.2"],
+            "--threshold: expected a model with DLCL or attention residuals",
+        ),
         ("latent", ["--source=1"], "--source: expected a model with weights of layers, got 1"),
         ("latent nan", [], "model.pt: LatentDepth: logits must be numbers"),
         ("dlcl", ["--source=5"], "--source: expected a layer from 0 to 4, got 5"),

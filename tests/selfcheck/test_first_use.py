@@ -198,7 +198,7 @@ def test_a_reference_that_fails_blames_no_kernel(device, broken, cache):
 def test_a_lost_gpu_ends_the_call_and_is_remembered(device, broken, monkeypatch):
     broken("triton", "raises")
     monkeypatch.setattr(first_use, "_lost_context", lambda _: "an illegal memory access")
-    with pytest.raises(BackendError, match=r"ended this process's use of the GPU \(an illegal"):
+    with pytest.raises(BackendError, match=r"made the GPU unusable for this process \(an illegal"):
         norm()
     backend.forget()
     assert norm() == "cpu"
@@ -412,4 +412,4 @@ def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
     if name == "triton":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         reason = backend.explain(op, "cuda:0", dtype, size)["triton"]
-        assert "from compute capability 8.0 on; request it" in reason
+        assert "for compute capability 8.0 or newer; request it" in reason

@@ -152,7 +152,7 @@ def test_a_wrong_kernel_does_not_serve(start, capsys):
 def test_what_memory_or_times_say(start, capsys):
     start["triton"] = "out of memory"
     assert command() == 1
-    assert "which is no fault of the kernel: nothing is kept" in capsys.readouterr().out
+    assert "not an error of the kernel: no result is stored" in capsys.readouterr().out
     assert not store.of(CPU).full
     start.clear()
     start["times"] = "size 4096: the process ended by SIGSEGV"

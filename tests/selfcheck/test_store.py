@@ -55,7 +55,7 @@ def test_a_broken_line_is_left_out(key, caplog, broken):
     written.path.write_text(text + broken + "\n" + text, errors="surrogateescape")
     found = store.load(key)
     assert (found.right, found.wrong) == (written.right, written.wrong)
-    assert "has a line that is no result of a check" in caplog.text
+    assert "has an invalid line" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(key, tmp_path, monkeypatch, caplog):
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(key, tmp_path, monkeypatch
     assert written.wrong == {KERNELS: "wrong"}
     (record,) = caplog.records
     assert "cannot be written" in record.getMessage()
-    assert "DEEPFAST_CACHE names another folder" in record.getMessage()
+    assert "set DEEPFAST_CACHE to another folder" in record.getMessage()
 
 
 PROGRAM = """

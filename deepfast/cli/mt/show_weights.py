@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
             "token, stream and layer)"
         )
     if args.threshold is not None and not sides:
-        raise ValueError(f"--threshold: expected a model with weights, got {args.checkpoint}")
+        raise ValueError(
+            f"--threshold: expected a model with DLCL or attention residuals, got {args.checkpoint}"
+        )
     if args.source is not None:
         sides = _with_source(args, sides)
         weight_picture.show_source(sides, args.source)

@@ -19,7 +19,7 @@ class NotFiniteError(TrainingError):
 
 
 class OtherRankError(TrainingError):
-    """Another rank has failed and has printed the reason. This rank prints nothing."""
+    """Another rank failed and reported its error, so this rank exits without a message."""
 
 
 def expect(condition: bool, key: str, expected: str, got: Any) -> None:

@@ -55,7 +55,7 @@ def restarts() -> int:
     """How often torchrun has started the ranks again; 0 without torchrun.
 
     Raises:
-        TrainingError: the variable that tells it is no integer.
+        TrainingError: TORCHELASTIC_RESTART_COUNT is not an integer.
     """
     name = "TORCHELASTIC_RESTART_COUNT"
     count = os.environ.get(name, "0") if launched() else "0"

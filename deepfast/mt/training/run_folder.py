@@ -30,8 +30,8 @@ def new_folder(folder: Path) -> Iterator[None]:
     """Makes a folder before the block. If the block fails, removes the folders that it made and
     that are still empty.
 
-    A folder that cannot be made is then an error before the work, and a run that never started
-    leaves nothing behind.
+    So an error about the folder is raised before the work, and a run that did not start leaves no
+    folder.
 
     Raises:
         DataError: it cannot be made.
@@ -68,8 +68,8 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
         except Timeout as error:
             owner = path.read_text("utf-8") or "another process"
             raise TrainingError(
-                f"{folder}: expected a folder in which nothing runs, got one in which {owner} "
-                f"does: wait until it has ended, or choose another with {argument}"
+                f"{folder}: expected a folder that no other run uses, got one that {owner} uses: "
+                f"wait until that process ends, or choose another folder with {argument}"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -79,8 +79,8 @@ def only_run(folder: Path, argument: str = "output=FOLDER") -> Iterator[None]:
 
 
 def _release(lock: FileLock, made: os.stat_result) -> None:
-    """Removes the file, unless the folder was replaced, and gives the lock back."""
-    # An error would hide that of the run. A file that stays is not locked.
+    """Removes the file, unless the folder was replaced, and releases the lock."""
+    # An error here would hide the run's error. A lock file that remains is not locked.
     with contextlib.suppress(OSError):
         path = Path(lock.lock_file)
         if os.path.samestat(made, path.stat()):
@@ -98,14 +98,14 @@ def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
-    """The last `count` checkpoints of those after every `every` steps and the newest.
+    """The last `count` checkpoints. Only the newest and those at multiples of `every` count.
 
-    A checkpoint that an interrupted run wrote no longer counts once there is a later one. So a
+    A checkpoint that an interrupted run wrote at another step is ignored once a later one exists. A
     resumed run keeps and averages the same checkpoints as an uninterrupted one.
     """
     paths = step_checkpoints(folder)
     planned = [path for path in paths[:-1] if step_of(path) % every == 0]
-    # A file and a folder may be of one step.
+    # A step may have both a file and a folder.
     by_step = {step_of(path): path for path in (*planned, *paths[-1:])}
     return [*by_step.values()][-count:]
 
@@ -130,15 +130,15 @@ def step_of(path: Path) -> int:
 
 
 def recover(folder: Path) -> None:
-    """Puts a checkpoint back that was moved aside by a run that ended before it put the new one in
-    its place, and removes what was begun."""
+    """Repairs the folder of a run that was killed while it wrote a checkpoint: restores the old
+    checkpoint if the new one was not moved into its place, and removes partial files."""
     for old in folder.glob(".step-*.old"):
         path = old.with_name(old.name[1:].removesuffix(".old"))
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(old, path)
-    # What ranks began is a folder, what one process began is a file.
+    # A partial checkpoint of several ranks is a folder; of one process, a file.
     for part in (*folder.glob(".*.part"), *folder.glob(".step-*.gone")):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
@@ -164,9 +164,9 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     path = Path(resume) if resume else None
     if path is None or path.resolve().parent != folder.resolve():
         ours = [*present, *(folder / n for n in (BEST, AVERAGE, METRICS) if (folder / n).exists())]
-        # A run that failed before its first step leaves metrics without a line.
+        # A run that failed before its first step leaves an empty metrics file.
         ours = [file for file in ours if file.name != METRICS or file.stat().st_size]
-        # Ranks that torchrun starts again before their first checkpoint find their own metrics.
+        # If torchrun restarts the ranks before a checkpoint exists, the metrics are their own.
         if present or (ours and not restarts()):
             # Without a checkpoint resume=true would begin at step 0.
             again = "continue it with resume=true, or " if present else ""
@@ -175,19 +175,19 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
                 f"{again}choose another with output=FOLDER"
             )
         return path
-    # A copy may have any name.
+    # Read the step from the file: a copied checkpoint may have any name.
     step = load_checkpoint(path, optimizer=False)["step"] if present else 0
     if present and step_of(present[-1]) > step:
         raise CheckpointError(
-            f"{folder}: expected a folder without later checkpoints than {path}, got "
-            f"{present[-1].name}: choose another with output=FOLDER"
+            f"{folder}: expected no checkpoint later than {path}, got "
+            f"{present[-1].name}: choose another folder with output=FOLDER"
         )
     return path
 
 
 def intact_instead(folder: Path) -> str:
-    """What to do where a run's newest checkpoint is damaged, as the end of a sentence that says so;
-    empty where it is intact."""
+    """Advice to append to the error about a damaged newest checkpoint; an empty string if the
+    newest checkpoint is intact."""
     damaged: list[str] = []
     for path in (*reversed(step_checkpoints(folder)), *folder.glob(BEST)):
         try:

@@ -154,7 +154,7 @@ BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
         (["translate", "{c}", "--input", "{d}/none"], "none: there is no such file"),
         (["translate", "{d}/none.pt"], "none.pt: there is no such file"),
         (["translate", "{s}"], "expected a deepfast checkpoint, got a file of"),
-        (["translate", "{c}", "--output", "{d}/no/x"], "/no/x: expected a folder that exists"),
+        (["translate", "{c}", "--output", "{d}/no/x"], "/no is not an existing folder"),
         (["translate", "{c}", "--output", "{d}"], "expected a file, got a folder"),
         (["translate", "{c}", "--device", "tpu"], "expected cpu or cuda, got"),
         (["translate", "{c}", "{c}", "--deep-shallow"], "one model of one checkpoint, got 2"),

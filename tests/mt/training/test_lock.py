@@ -13,7 +13,7 @@ from deepfast.mt.training import TrainingError, train
 from deepfast.mt.training.run_folder import LOCK, only_run
 
 fcntl = pytest.importorskip("fcntl")
-REFUSED = rf"expected a folder in which nothing runs, got one in which process {os.getpid()} on "
+REFUSED = rf"expected a folder that no other run uses, got one that process {os.getpid()} on "
 
 
 def test_a_second_start_is_refused(make_recipe, tmp_path):
@@ -38,7 +38,7 @@ def test_the_lock_ends_with_its_process(tmp_path):
     program += "print(file=f, flush=True); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        with pytest.raises(TrainingError, match="expected a folder in which nothing runs"):
+        with pytest.raises(TrainingError, match="expected a folder that no other run uses"):
             only_run(tmp_path).__enter__()
         other.send_signal(signal.SIGKILL)
     assert path.exists()

@@ -215,7 +215,7 @@ REFUSED = {
         ("grow.data.seed=3", "unknown key grow.data"),
         ("grow.optim.lr=-1.0", "grow.optim.lr: expected a number above 0"),
         ("grow.train.max_steps=null", "grow.train: expected an end"),
-        ("grow.model.top_encoder_layers=0", "grow.model.top_encoder_layers must be a whole"),
+        ("grow.model.top_encoder_layers=0", "grow.model.top_encoder_layers must be an integer"),
         ("grow.model.top_dlcl.window=2", "grow.model.top_dlcl needs a side with connection"),
         (
             "model.norm=post grow.model.top_decoder_connection=attnres",

@@ -104,7 +104,7 @@ def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe
 def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe, finished):
     folder = finished({"train.max_steps": 8})
     copy = shutil.copy(folder / FIRST, folder / "step-good.pt")
-    with pytest.raises(CheckpointError, match=f"later checkpoints than {copy}, got {SECOND}"):
+    with pytest.raises(CheckpointError, match=f"no checkpoint later than {copy}, got {SECOND}"):
         train(make_recipe({"resume": str(copy)}), quiet=True)
     false = shutil.copy(folder / FIRST, folder / "step-00000099.pt")
     told = f"^{false}: expected a checkpoint of that step, got one of step 4"

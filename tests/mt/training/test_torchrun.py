@@ -266,7 +266,7 @@ def test_ranks_go_on_to_the_next_recipe_after_a_fault(torchrun, tmp_path):
     with only_run(tmp_path / "locked"):
         done = torchrun(2, faulty("locked", "vanished", "nan"))
     locked, vanished, told = done.told
-    assert locked.startswith(f"rank 0: {tmp_path / 'locked'}: expected a folder in which nothing")
+    assert locked.startswith(f"rank 0: {tmp_path / 'locked'}: expected a folder that no other run")
     # No checkpoint is named, because none is left.
     folder = tmp_path / "vanished"
     assert re.fullmatch(f"rank 0: {folder}/metrics.jsonl: expected .* during the run", vanished)
