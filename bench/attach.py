@@ -20,7 +20,7 @@ from deepfast.memory import LiveBytes
 
 FORMS = (
     "no connection", "no connection, checkpointed", "literal loop, checkpointed", "none",
-    "keep, checkpointed", "layer", "layer+input",
+    "none, checkpointed", "layer", "layer+input",
 )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def states_per_layer(make: Callable, form: str, layers: int, dim: int, batch: in
         states: list[Tensor] = []
         for k, layer in enumerate(found):
             found[k] = Literal(layer, k, weight, states)
-    elif not form.startswith("no"):
+    elif not form.startswith("no connection"):
         deepfast.connect(
             parent, name, norm="post", dim=dim, recompute=form.removesuffix(", checkpointed")
         )
