@@ -223,8 +223,9 @@ def feed_forward(
     checks.choice(name, norm.TYPES, norm_type=norm_type)
     rms = norm_type == "rms"
     x, residual, dim = norm.check(
-        name, x, residual, (norm_weight, norm_bias, eps, rms), dropout_p, prefix="norm_"
+        name, x, residual, (norm_weight, norm_bias, eps, rms), prefix="norm_"
     )
+    checks.probability(name, dropout_p)
     checks.choice(name, KINDS, activation=activation)
     checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
     checks.flag(name, training=training, recompute=recompute, return_norm=return_norm)

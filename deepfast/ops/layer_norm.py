@@ -16,7 +16,7 @@ def normalise(
     norm: weight, bias, eps, and whether it is an RMS norm.
     """
     common.reverse_mode_only(op)
-    x, residual, _ = check(op, x, residual, norm, dropout_p, cast=common.alike)
+    x, residual, _ = check(op, x, residual, norm, cast=common.alike)
     seed = common.draw_seed(op, seed, x.device) if dropout_p > 0 else None
     return registered(x, residual, *norm, dropout_p, seed, backend)
 

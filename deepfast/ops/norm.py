@@ -156,7 +156,6 @@ def check(
     x: Tensor,
     residual: Tensor | None,
     norm: tuple[Tensor | None, Tensor | None, float, bool],
-    dropout_p: float,
     *,
     prefix: str = "",
     cast: Callable = common.autocast,
@@ -173,11 +172,9 @@ def check(
     x, residual = cast(x, residual)
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
-    weight, bias, eps, rms = norm
+    weight, bias, eps, _ = norm
     dim = x.shape[-1]
     checks.parameter(op, f"{prefix}weight", weight, (dim,), x.device)
     checks.parameter(op, f"{prefix}bias", bias, (dim,), x.device)
     checks.eps(op, eps)
-    checks.probability(op, dropout_p)
-    checks.flag(op, rms=rms)
     return x, residual, dim

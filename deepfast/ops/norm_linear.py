@@ -76,7 +76,7 @@ def _run(
     """out and s of `norm_linear` and `add_norm_linear`; errors begin with ``op``."""
     checks.choice(op, norm.TYPES, norm_type=norm_type)
     parameters = *parameters, norm_type == "rms"
-    x, residual, dim = norm.check(op, x, residual, parameters, p, prefix="norm_")
+    x, residual, dim = norm.check(op, x, residual, parameters, prefix="norm_")
     weight, bias = common.linear_operands(op, x, dim, ("weight", "N", "bias"), *linear)
     norm_weight, norm_bias, eps, rms = parameters
     return _norm_linear(

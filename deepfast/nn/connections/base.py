@@ -4,6 +4,7 @@
 this one, which shows its loop over the layers.
 """
 
+import abc
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def part_of(call: LayerCall) -> str | None:
     return call.options.get("part")
 
 
-class Connection(nn.Module):
+class Connection(nn.Module, abc.ABC):
     """Runs the layers of a stack; a subclass has `forward`, the loop over them.
 
     All work between two layers is one pass over memory. Without a depth connection
@@ -144,6 +145,7 @@ class Connection(nn.Module):
             return [LayerCall(layer, policy, options)]
         return [LayerCall(layer, policy, options | {"part": part}) for part in self.parts]
 
+    @abc.abstractmethod
     def forward(
         self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
@@ -155,7 +157,6 @@ class Connection(nn.Module):
             states: a list to append the L + 1 states (T, D) to: the embedding, then the input of
                 each next layer (under a depth connection, its mixture). The list keeps them alive.
         """
-        raise NotImplementedError
 
 
 def note(states: list[Tensor] | None, x: Tensor) -> None:
