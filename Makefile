@@ -36,10 +36,9 @@ $(VENV)/.installed: $(SOURCES)
 	grep -v -E "^($$(cut -d= -f1 $(VENV)/kept.txt | paste -sd'|'))==" constraints.txt | cat - $(VENV)/kept.txt > $(VENV)/constraints.txt
 	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' ninja pybind11 rich
-	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(extras.get, ("train", "report", "dev")), []), sep="\n")' > $(VENV)/extras.txt
 	$(BIN)/python -m deepfast build > $(VENV)/build.log 2>&1 & \
-	  $(BIN)/pip install -q -c $(VENV)/constraints.txt -r $(VENV)/extras.txt; status=$$?; wait; exit $$status
-	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'
+	  $(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'; \
+	  status=$$?; wait; exit $$status
 	$(BIN)/deepfast build || test -z "$${CXX:-$$(command -v g++ clang++)}"
 	$(BIN)/deepfast info
 	touch $@

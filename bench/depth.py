@@ -30,13 +30,17 @@ PER_ROW = partial(AttentionForm, lambda values, norm, query: attention_residual(
 FORMS = {
     "residual": ("plain residual", "residual", None),
     "dlcl": ("deepfast: DLCL", "dlcl", None),
-    "attnres": ("deepfast: attention", "attnres", None),
+    "attnres": ("deepfast: attn. residuals", "attnres", None),
     "dlcl_per_row": ("per row: DLCL", "dlcl", FusedPerLayer),
-    "attnres_per_row": ("per row: attention", "attnres", PER_ROW),
+    "attnres_per_row": ("per row: attn. residuals", "attnres", PER_ROW),
     "dlcl_stack": ("stack and sum: DLCL", "dlcl", StackAndSum),
 }
 """Key -> name, connection of the encoder, and what computes it in place of deepfast."""
-PANELS = {"seconds": "CPU time of a step, seconds", "gib": "Peak memory of a step, GiB"}
+PANELS = {
+    "ratio": ("", "CPU time of a step over that of the plain residual"),
+    "gib": ("_gib", "Peak memory of a step, GiB"),
+}
+"""Name of the picture -> what its keys end with, and its title."""
 DARK = {
     "text_color": "#c9d1d9", "axes_edgecolor": "#8b949e", "axes_labelcolor": "#c9d1d9",
     "xtick_color": "#c9d1d9", "ytick_color": "#c9d1d9", "grid_color": "#30363d",
@@ -58,20 +62,18 @@ def measure(rounds: int) -> None:
         rows = interleave(runs, repeats=rounds, warmup=0, clock=clock)
         for key, (name, *_) in FORMS.items():
             what = f"step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
-            for kind, unit, value, about in (
-                ("_seconds", "s", rows[key].median, f"CPU time: {what}"),
-                ("_gib", "GiB", peaks[key] / 2**30, f"peak memory: {what}"),
-                ("", "x", ratio(rows[key], rows["residual"]), f"CPU time over residual: {what}"),
-            ):
-                record(f"depth_{key}_{depth}{kind}", value, unit, about, command)
+            over = ratio(rows[key], rows["residual"])
+            record(f"depth_{key}_{depth}", over, "x", f"CPU time over residual: {what}", command)
+            peak = peaks[key] / 2**30
+            record(f"depth_{key}_{depth}_gib", peak, "GiB", f"peak memory: {what}", command)
 
 
 def draw(folder: Path) -> None:
     """The numbers of this processor: one picture of the time, one of the memory."""
     results, here = read(), processor()
-    for field, title in PANELS.items():
+    for panel, (end, title) in PANELS.items():
         curves = {
-            name: [(d, results[f"depth_{key}_{d}_{field}", here].value) for d in DEPTHS]
+            name: [(d, results[f"depth_{key}_{d}{end}", here].value) for d in DEPTHS]
             for key, (name, *_) in FORMS.items()
         }
         for suffix, style in (("", {}), ("_dark", DARK)):
@@ -80,7 +82,7 @@ def draw(folder: Path) -> None:
                 colors = {name: LIGHTER[color] for name, color in colors.items()}
             strong = [name for name in curves if name.startswith("deepfast")]
             dashed = [name for name in curves if name.startswith("per row")]
-            with picture(folder / f"depth_{field}{suffix}.svg", ground="none", **style) as figure:
+            with picture(folder / f"depth_{panel}{suffix}.svg", ground="none", **style) as figure:
                 axes = figure.add_subplot()
                 axes.set_title(title)
                 over_depth(axes, curves, Look(colors, strong, dashed))

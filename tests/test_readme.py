@@ -48,9 +48,9 @@ def test_readme_with_transformers(tmp_path, monkeypatch):
     (block,) = re.findall(r"```py\n(.*?)```", README.read_text(), flags=re.S)
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.ModernBertConfig(intermediate_size=24, **sizes)
-    plain = transformers.ModernBertForMaskedLM(config).eval()
-    plain.save_pretrained("answerdotai/ModernBERT-base")
+    config = transformers.LlamaConfig(intermediate_size=24, vocab_size=200, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    plain.save_pretrained("HuggingFaceTB/SmolLM2-135M")
     scope = {"deepfast": deepfast}
     exec(compile(block, str(README), "exec"), scope)
     model, tokens = scope["model"].eval(), torch.arange(100, 110).view(1, -1)

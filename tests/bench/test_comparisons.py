@@ -110,7 +110,7 @@ def test_a_step_over_depth(results, monkeypatch):
     assert all(row.value > 0 for row in rows.values())
     pictures = sorted(path.name for path in results.parent.glob("*.svg"))
     assert pictures == [
-        "depth_gib.svg", "depth_gib_dark.svg", "depth_seconds.svg", "depth_seconds_dark.svg",
+        "depth_gib.svg", "depth_gib_dark.svg", "depth_ratio.svg", "depth_ratio_dark.svg",
         "schedule.svg",
     ]  # fmt: skip
     for name in pictures[:4]:
