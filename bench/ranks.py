@@ -1,4 +1,4 @@
-"""Training on two ranks of one core each beside one process on one core, with the same steps.
+"""Training on two ranks of one core each against one process on one core, with the same steps.
 
     python -m bench.ranks
     python -m bench.ranks --ranks 4 model.dim=512 parallel.reshard=false

@@ -38,7 +38,7 @@ void run_boxed(StableIValue* stack, uint64_t, uint64_t) {
 namespace {
 
 // Asks for huge pages behind a new buffer of states. Each step touches the whole buffer once, and
-// page faults on small pages cost a tenth of the step. It is only a hint, so a refusal is no error.
+// page faults on small pages cost a tenth of the step. It is only a hint, so a refusal is not an error.
 void advise_states(torch::stable::Tensor states) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 1 << 21;

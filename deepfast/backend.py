@@ -79,7 +79,7 @@ _C, _C_REASON = library.load()
 _limit, _threads = os.environ.get("OMP_THREAD_LIMIT", ""), torch.get_num_threads()
 if _limit.isdecimal() and int(_limit) < _threads:
     warnings.warn(
-        f"OMP_THREAD_LIMIT={_limit} leaves parallel loops {_limit} of torch's {_threads} threads",
+        f"OMP_THREAD_LIMIT={_limit} limits parallel loops to {_limit} of {_threads} threads",
         RuntimeWarning,
         stacklevel=2,
     )

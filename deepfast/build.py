@@ -291,7 +291,7 @@ def compile_ops(
 
     cxx = compiler()
     if cxx is None:
-        raise BuildError("found no C++ compiler: install g++ or clang++, or name one by CXX")
+        raise BuildError("found no C++ compiler: install g++ or clang++, or set CXX to one")
     folder, jobs = work_folder(), parallel_jobs()
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)

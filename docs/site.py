@@ -6,7 +6,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-# README.md is no page: index.md says what it says.
+# README.md is not a page of the site: index.md has its content.
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "examples/*.ipynb")
 
 

@@ -199,4 +199,4 @@ def test_importing_starts_no_threads(python):
 def test_a_limit_of_threads_warns(python):
     environment = {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}
     said = python("-c", "import deepfast.backend", **environment).stderr
-    assert "OMP_THREAD_LIMIT=1 leaves parallel loops 1 of torch's 2 threads" in said
+    assert "OMP_THREAD_LIMIT=1 limits parallel loops to 1 of 2 threads" in said

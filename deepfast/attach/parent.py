@@ -37,7 +37,7 @@ def connect(
         deepfast.connect(model.bert.encoder, norm="post")
 
     The forward of ``parent`` must iterate over one list of layers and pass on, from layer to layer,
-    a tensor or a tuple whose first entry it is. The connection becomes the child
+    a tensor, or a tuple that begins with one. The connection becomes the child
     ``depth_connection`` of ``parent``: optimizers, ``state_dict``, DDP and FSDP see it, and no
     other name changes. Connect a model before it is wrapped, compiled as a whole or given to an
     optimizer. `disconnect` undoes it.
@@ -47,13 +47,13 @@ def connect(
         layers: name of the list in ``parent``, an nn.ModuleList or nn.Sequential; dotted where the
             list lies deeper, as in "transformer.h"; None where ``parent`` has only one.
         norm: where the layers have their norms: "pre" (before their sublayers) or "post" (after
-            each residual sum); None for a DLCL without layer-norms. A warning says where a layer
+            each residual sum); None for a DLCL without layer-norms. A warning is given if a layer
             has torch's ``norm_first`` with the other value.
         connection: "dlcl", "denseformer", "attnres" or "block_attnres"; the last two need
             norm="pre". "denseformer" begins as the plain model, and so do attention
             residuals with ``score_function="relu"`` and without a window, up to rounding.
         dim: D; None takes it from the model's config, or from the norms of its first layer.
-        recompute: what autograd keeps of a layer, beside its state: "none": what the layer keeps;
+        recompute: what autograd keeps of a layer, besides its state: "none": what the layer keeps;
             "layer": its input, from which backward runs the layer again; "layer+input": nothing,
             the input is recomputed from the states. The gradients are the same. The last two
             replace activation checkpointing.
@@ -84,8 +84,8 @@ def connect(
         )
     if connection in names("streams"):
         raise ValueError(
-            f"{OP}: connection={connection!r} gives the queries, keys, values and residual of a "
-            "layer an input each, which only deepfast's own layers take; use "
+            f"{OP}: connection={connection!r} gives a layer separate inputs for its queries, "
+            "keys, values and residual, which only deepfast's own layers take; use "
             f"deepfast.nn.TransformerEncoder(..., connection={connection!r}), or deepfast.nn.MUDD "
             "in a loop of your own"
         )
@@ -127,8 +127,8 @@ def disconnect(parent: nn.Module) -> None:
     """Undoes `connect`: ``parent`` is again the module that it was.
 
     Raises:
-        TypeError: where ``parent`` is no module.
-        ValueError: where it is not connected.
+        TypeError: if ``parent`` is not a module.
+        ValueError: if it is not connected.
     """
     if not isinstance(parent, nn.Module):
         raise TypeError(f"deepfast.disconnect: expected a module, got {type(parent).__name__}")
@@ -180,8 +180,8 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
             example = f", as in layers={deeper[0]!r}" if deeper else ""
             raise ValueError(
                 f"{OP}: {kind} must have one list of layers, got {sorted(lists) or 'none'}; "
-                "pass the module whose forward loops over them, and where it has several, or its "
-                f"list lies deeper, the name of the list{example}"
+                "pass the module whose forward loops over them and, if it has several lists or its "
+                f"list is in a submodule, the name of the list{example}"
             )
         name, found = next(iter(lists.items()))
         where = f"{kind}.{name}"
@@ -189,7 +189,7 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
         raise ValueError(f"{OP}: {where} is connected already")
     if type(found) not in CLASSES:
         raise TypeError(
-            f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, and none of a subclass, got "
+            f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, not a subclass of one, got "
             f"{type(found).__name__}"
         )
     if len(found) == 0:
@@ -223,7 +223,7 @@ def _make(layers: int, dim: int, norm: str | None, connection: str, options: dic
     if CONNECTIONS[connection].pre_norm and norm != "pre":
         raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
     if options.get("reads", 1) != 1:
-        raise ValueError(f"{OP}: each layer reads once, so reads must be 1")
+        raise ValueError(f"{OP}: reads must be 1, got {options['reads']!r}")
     if CONNECTIONS[connection].dlcl is not None:
         useless = {"norm_type", "normalize_embedding"} & options.keys()
         if useless and dlcl_options(connection, norm, options)["norm"] is None:

@@ -18,7 +18,7 @@ from deepfast.nn.rerun import rerun
 from deepfast.ops import common
 
 POLICIES = ("none", *RERUN)
-"""What autograd keeps of a layer beside its state: what the layer keeps; its input; nothing."""
+"""What autograd keeps of a layer besides its state: what the layer keeps; its input; nothing."""
 
 NAME = "depth_connection"
 """The connection's name among the children of its parent."""
@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 def block(recompute: str, rows: int) -> int | None:
     """Rows per block of a pass, see `deepfast.depth`; None is the default.
 
-    Backward holds two sums for every row of a block beside the states. Under "layer+input" they
+    Backward holds two sums for every row of a block besides the states. Under "layer+input" they
     take about a ninth of the states' memory, and the mixture up to 1.5 times its least traffic.
     """
     return max(2, min(rows // 18, 8)) if recompute == "layer+input" else None
@@ -91,7 +91,7 @@ class Pass:
         self.inner = False
         # The pass of the call from which the parent has called itself.
         self.outer: Pass | None = None
-        # The tensors of the input's shape that the last layer returned beside its output.
+        # The tensors of the input's shape that the last layer returned besides its output.
         self.beside: list[Tensor] = []
         # Whether the parent's forward has iterated over the list, and taken layers by index.
         self.iterated = self.indexed = False
@@ -192,7 +192,7 @@ class Pass:
         where the layers pass on a second stream."""
         if any(t is g for t in self.beside for g in given):
             warnings.warn(
-                f"{self._named(k)} gets a second tensor that layer {k - 1} returned beside its "
+                f"{self._named(k)} gets a second tensor that layer {k - 1} returned besides its "
                 "output; if it is a part of the residual stream, the connection does not see it: "
                 "layers must return their whole output",
                 stacklevel=4,

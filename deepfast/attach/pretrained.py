@@ -106,8 +106,7 @@ class _Connected:
             )
         if saved is not None and saved != wanted:
             raise ValueError(
-                f"deepfast.connected: the config has the depth connections {saved}, and the class "
-                f"{wanted}"
+                f"deepfast.connected: expected the config's depth connections {saved}, got {wanted}"
             )
         # The caller's config stays as it is.
         config = copy.deepcopy(config)

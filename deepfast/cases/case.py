@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass
 class Computed:
-    """A parameter or statistic, in fp32 (float64 beside float64)."""
+    """A parameter or statistic, in fp32 (float64 with float64)."""
 
     x: Tensor
 

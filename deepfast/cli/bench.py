@@ -1,4 +1,4 @@
-"""Times ops beside plain PyTorch on this machine: forward, and forward with backward.
+"""Times ops against plain PyTorch on this machine: forward, and forward with backward.
 
 Both forms take turns in one process, with as many runs each; times are medians. A ratio says how
 many times longer PyTorch takes: the median over the rounds, so it can differ a little from the

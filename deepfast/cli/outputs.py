@@ -57,7 +57,7 @@ def checkpoint_output(path: str) -> Path:
 
 
 def check_picture(option: str, path: Path | None) -> None:
-    """Refuses a file that no picture can be written to; None is no picture."""
+    """Refuses a file that no picture can be written to; None means no picture."""
     if path is None:
         return
     if path.suffix not in PICTURES:

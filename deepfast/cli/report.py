@@ -1,4 +1,4 @@
-"""Measures training steps of encoders of 6 to 100 layers, deepfast beside other ways to compute
+"""Measures training steps of encoders of 6 to 100 layers, deepfast against other ways to compute
 DLCL, trains a 30-layer translation model, and writes one HTML page that needs nothing else.
 
 The work is the same on every machine, so the pages of two machines can be compared. It takes

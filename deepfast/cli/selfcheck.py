@@ -1,7 +1,7 @@
 """Compares all kernels with float64 on this machine's GPU, in all cases and dtypes, and times them.
 
 Each op, backend and dtype runs in a process of its own, forward and backward. The kernels that are
-right are timed beside torch's own form. Without this command, each kernel is checked in one case
+right are timed against torch's own form. Without this command, each kernel is checked in one case
 before its first use. Exit code 1: a kernel failed; then the next backend serves."""
 
 import argparse

@@ -27,10 +27,10 @@ class DepthHistory:
     Make a new history for every forward pass and pass it to every call of the stack's connection
     (`DLCL`, `AttentionResiduals`). It owns one buffer with a state per layer; backward writes
     gradients into the same buffer. The buffer is freed when backward ends, or with the pass's
-    outputs and this object. Where nothing learns, as under `torch.no_grad`, the last push frees it.
-    Several passes may be in progress at once, each with its own history. One pass belongs to one
-    thread at a time: two threads that run backward of the same retained pass at once write into the
-    same buffer, and nothing notices it.
+    outputs and this object. If nothing requires a gradient, as under `torch.no_grad`, the last push
+    frees it. Several passes may be in progress at once, each with its own history. One pass belongs
+    to one thread at a time: two threads that run backward of the same retained pass at once write
+    into the same buffer, and no error is raised.
 
     Args:
         inplace: whether backward may overwrite states with gradients, so that it needs no more
@@ -105,7 +105,7 @@ class DepthHistory:
 
 
 class Push(NamedTuple):
-    """One push beside its tensors: ``y_k = residual + dropout(branch)``, and then row k."""
+    """One push without its tensors: ``y_k = residual + dropout(branch)``, and then row k."""
 
     run: DepthPass
     k: int
@@ -334,7 +334,7 @@ def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set
     On each path the search stops at the first boundary of this stack. A boundary below it may
     belong to another pass.
     """
-    # torch's types do not tell what a node of ours has.
+    # torch's types do not say what a node of ours has.
     kind: Any = _Boundary._backward_cls
     found, seen, queue = set(), {node}, deque([node])
     while queue:

@@ -327,7 +327,7 @@ def _check_index(connection, history: DepthHistory, index: int | None) -> int:
         raise RuntimeError(
             f"{op}: grad mode changed within a pass; push every state under the grad mode of the "
             "first push (reentrant checkpointing changes it: use use_reentrant=False), and "
-            "detach the output of a layer that must not learn"
+            "detach the output of a frozen layer"
         )
     return k
 

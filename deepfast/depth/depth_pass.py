@@ -275,7 +275,7 @@ class DepthPass:
         return self._seeds[k]
 
     def end_forward(self, learning: bool) -> None:
-        """Called after the last push. Where nothing learns no state is read again."""
+        """Called after the last push. If nothing requires a gradient, no state is read again."""
         self.ahead.clear()
         if not learning or self.lowest == self.rows:
             self.release()

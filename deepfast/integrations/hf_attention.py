@@ -73,8 +73,8 @@ def _mask(
         mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     elif (mask & ~F.pad(mask, (1, 0))[:, :-1]).sum(1).max() > 1:
         raise ValueError(
-            f"{OP}: under a sliding window padding must be beside the tokens of a sentence, got "
-            "padding between them"
+            f"{OP}: with a sliding window, padding must be before or after a sentence, got "
+            "padding between its tokens"
         )
     mask.deepfast_window = window  # type: ignore[attr-defined]
     return mask

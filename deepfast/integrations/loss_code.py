@@ -224,7 +224,7 @@ def _logits(branches: _Branches, at: ast.stmt, loss: str, logits: str) -> ast.ex
             or (not after and name == loss and ast.unparse(s).endswith(" = None"))
             or (after and _returns(branches.model, s, loss, logits))
         ):
-            raise Unknown(f"beside a head and cross entropy its forward has {_quoted(s)}")
+            raise Unknown(f"besides a head and cross entropy its forward has {_quoted(s)}")
     if made is None:
         raise Unknown("its logits are not the result of a layer")
     return made

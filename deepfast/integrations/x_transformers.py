@@ -39,7 +39,7 @@ def fuse_layer_integrators(model: nn.Module) -> Handle:
         A handle whose ``remove()`` undoes it.
 
     Raises:
-        TypeError, ValueError: for what is no module, and for a model that has none.
+        TypeError, ValueError: for what is not a module, and for a model that has none.
 
     Source: Gerasimov et al., LIMe: Layer-Integrated Memory, 2025, arXiv 2502.09245.
     """

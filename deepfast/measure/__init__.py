@@ -1,1 +1,1 @@
-"""Measurements: encoders of several depths beside other ways to compute DLCL, and a report."""
+"""Measurements: encoders of several depths against other ways to compute DLCL, and a report."""

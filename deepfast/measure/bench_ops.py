@@ -1,4 +1,4 @@
-"""Times ops beside plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
+"""Times ops against plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The connections over depth, each beside its form in plain PyTorch: traffic, time and memory.
+"""The connections over depth, each against its form in plain PyTorch: traffic, time and memory.
 
 What is measured is the connection of a whole stack whose layers do nothing, forward and backward.
 """

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 
 class Console(rich.console.Console):
-    """Leaves a reader that has closed the pipe to the command line, as `print` does."""
+    """Lets the command line handle a closed pipe, as `print` does."""
 
     def on_broken_pipe(self) -> None:
         # Called while the error is handled. Rich itself would end the process with exit code 1.
@@ -38,7 +38,7 @@ def show_table(
 
 @contextlib.contextmanager
 def progress(count: int) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar on standard error, and nothing where that is no terminal. It gives a function
+    """A progress bar on standard error, and nothing if that is not a terminal. It gives a function
     that takes the number of finished steps, of ``count``, and what runs now.
     """
     bar = Progress(

@@ -1,4 +1,4 @@
-"""Other ways to compute DLCL, attention residuals and MUDD, as published, for measurements beside
+"""Other ways to compute DLCL, attention residuals and MUDD, as published, for measurements against
 deepfast.
 
 A form is called like the module whose parameters it shares, but has its own history: one object is

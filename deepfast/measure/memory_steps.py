@@ -1,5 +1,5 @@
 """The memory chapter: every policy of an encoder, predicted and measured; the deepest encoder that
-fits a device, by closed forms; and these forms beside counted steps."""
+fits a device, by closed forms; and these forms against counted steps."""
 
 import bisect
 import statistics
@@ -163,7 +163,7 @@ def deepest() -> dict:
     return {"model": MODEL, "budgets": budgets, "layers": layers, "plans": told}
 
 
-# ---- closed forms beside counted steps -----------------------------------------------------------
+# ---- closed forms against counted steps ----------------------------------------------------------
 
 
 class HeldCase:
@@ -186,7 +186,7 @@ class HeldCase:
 
 
 def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) -> list[Turns]:
-    """Every form at every small depth and dtype, counted once beside its closed form."""
+    """Every form at every small depth and dtype, counted once with its closed form."""
     found = []
     for depth in settings.held_depths:
         for dtype in DTYPES:

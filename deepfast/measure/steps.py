@@ -151,7 +151,7 @@ def write_trace(settings: Settings, path: Path) -> int:
     with profile() as profiled, record_function("training step"):
         case.run("deepfast")
     with TemporaryDirectory() as folder:
-        # The profiler writes to a name alone, not at once.
+        # The profiler writes only to a path, and not atomically.
         written = Path(folder, path.name)
         profiled.export_chrome_trace(str(written))
         write_atomically(path, written.read_bytes())

@@ -108,7 +108,7 @@ def draw(results: Results, points: Sequence[Point], path: Path) -> None:
 
 
 def _draw_curves(axes, curves: Mapping[str, list[Mark]], places: Sequence[str]) -> None:
-    """Curves over numbers; over anything else, marks beside each other."""
+    """Curves over numbers; over anything else, marks next to each other."""
     across = [_number(value) for value in places]
     numeric = all(map(math.isfinite, across)) and len(across) > 1
     for index, (name, curve) in enumerate(curves.items()):

@@ -137,7 +137,7 @@ class OpTraffic(TorchDispatchMode):
     """
 
     _UNTOUCHED = ("empty", "new_empty", "empty_like", "_unsafe_view")
-    """Ops that neither read nor write, beside the views."""
+    """Ops that neither read nor write, besides the views."""
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,7 @@ from deepfast.mt.training.report import read_metrics
 
 SAMPLES = 8
 SIZES = ("encoder_layers", "decoder_layers", "norm", "dim", "num_heads", "ffn_dim", "dropout")
-"""What the page may tell of a model's config."""
+"""What the page may say about a model's config."""
 
 
 class Training:

@@ -35,8 +35,8 @@ class LiveBytes:
     storage, which counts once.
 
     On the CPU every op is intercepted. A storage counts from the op that returns it until its last
-    tensor is freed. Not counted are temporary buffers inside a single op of torch and inside a
-    compiled graph; those inside deepfast's ops are. On a GPU the numbers are the caching
+    tensor is freed. It does not count temporary buffers inside a single op of torch or inside a
+    compiled graph; it counts those inside deepfast's ops. On a GPU the numbers are the caching
     allocator's and include everything.
 
     On the CPU this costs some microseconds per op, so measure time in a separate run.

@@ -122,7 +122,7 @@ class Sizes:
                 f"num_kv_heads: expected a divisor of num_heads {self.num_heads}, got {kv!r}"
             )
         if self.decoder_layers and not self.vocab_size:
-            raise ValueError("vocab_size: expected at least 1 beside a decoder, got 0")
+            raise ValueError("vocab_size: expected at least 1 with a decoder, got 0")
 
     @property
     def bytes(self) -> int:

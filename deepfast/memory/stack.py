@@ -4,12 +4,12 @@ Elements per token, D wide, F in the feed-forward block, H heads; statistics (of
 layer-norms) are fp32, everything else is in the storage dtype. With fewer heads of keys and values
 these are narrower:
 
-    encoder   keep     n or x, q k v, o, s, h      6 D + F      post-norm 7 D + F
-              lean     without h                   6 D          7 D
-              leaner   without q k v               3 D          4 D
-              states   x                           D            D
-              history  nothing
-    decoder   keep     also q, o, s of its second attention, and k v: 2 D per source token
+    encoder   none         n or x, q k v, o, s, h      6 D + F      post-norm 7 D + F
+              ffn          without h                   6 D          7 D
+              ffn+qkv      without q k v               3 D          4 D
+              layer        x                           D            D
+              layer+input  nothing
+    decoder   none         also q, o, s of its second attention, and k v: 2 D per source token
 
 Where each sublayer reads the depth connection, no n, x or s is kept: `part_steps`. GELU and a rerun
 need more while backward runs; `steps` goes through both directions.

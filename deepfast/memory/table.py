@@ -73,7 +73,7 @@ class Plan:
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
-    """Policies as text, such as "12 history, 18 lean from the bottom; decoder keep"."""
+    """Policies as text, such as "12 layer+input, 18 ffn from the bottom; decoder none"."""
 
     def side(names: tuple[str, ...]) -> str:
         runs: list[list] = []
@@ -127,7 +127,7 @@ def lines(plan: Plan) -> list[str]:
         f"{sizes.tokens:,} tokens in a micro-batch, {sizes.accumulate} in a step, {sizes.dtype}, "
         f"{sizes.optimizer}, {sizes.device}{ranks}",
         f"recompute policies: {describe(plan.recompute, plan.decoder_recompute)}",
-        f"step time: {plan.time:.2f} times that of keep, by floating-point operations",
+        f"step time: {plan.time:.2f} times that of none, by floating-point operations",
         *(f"{name:18}{format_bytes(size):>12}{size / peak:6.0%}" for name, size in table),
         verdict,
     ]

@@ -124,7 +124,7 @@ def peak_table(
 
 
 def margin(sizes: Sizes, peak: int) -> int:
-    """Bytes that a device needs beside the tensors of a step."""
+    """Bytes that a device needs besides the tensors of a step."""
     return int(MARGIN * peak) + CONTEXT if sizes.device == "cuda" else 0
 
 

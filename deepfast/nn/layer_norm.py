@@ -91,7 +91,7 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros.
 
-    As in torch it has no bias with ``bias=False``, and neither with ``elementwise_affine=False``.
+    ``bias=False`` leaves out the bias, ``elementwise_affine=False`` weight and bias, as in torch.
     """
 
     op, rms = "layer_norm", False

@@ -39,7 +39,7 @@ SIMPLE = (bool, int, float, str, NoneType)
 
 
 class LayerState:
-    """What a layer reads beside its inputs, with the values at the time of construction.
+    """What a layer reads besidess its inputs, with the values at the time of construction.
 
     These are parameters and whether they learn, buffers, hooks, submodules, attributes that are
     tensors or of a `SIMPLE` type, the tensors among the layer's other arguments, and what a dict or
@@ -139,7 +139,7 @@ def _tensors(options: dict) -> Iterator[tuple[str, Tensor]]:
 
 def _tables(options: dict) -> list[dict]:
     """The dicts among a layer's other arguments, in dicts and sequences too, and the attributes of
-    objects that are no tensors and no modules."""
+    objects that are neither tensors nor modules."""
     found: dict[int, dict] = {}
     left = [*options.values()]
     while left:
@@ -290,7 +290,7 @@ def rerun(
         call: holds none of the inputs.
         inputs: the first one is a tensor.
         recompute_inputs: () -> the inputs, without gradient.
-        options: what ``call`` passes to the layer beside them, by name. The layer may not change
+        options: what ``call`` passes to the layer besides them, by name. The layer may not change
             what is in them.
     """
     needs = [t is not None and t.requires_grad for t in inputs]

@@ -25,7 +25,7 @@ def layer_steps(
     layers: Sequence[TransformerDecoderLayer], x_BD: Tensor
 ) -> list["LayerStep | None"]:
     """For each layer its step; None for one that must run as it is: one with hooks, with parts of
-    other types, in training, or that x_BD does not suit. `compiled` must hold of x_BD."""
+    other types, in training, or unlike x_BD in dtype or device. `compiled(x_BD)` must hold."""
     return [LayerStep(layer, x_BD) if _serves(layer, x_BD) else None for layer in layers]
 
 

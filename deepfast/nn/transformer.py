@@ -25,7 +25,7 @@ class _Stack(nn.Module):
     """The attribute of a plan that holds this stack's policies."""
 
     layer: type[TransformerEncoderLayer] | type[TransformerDecoderLayer]
-    # A ModuleList, which does not tell the type of its elements.
+    # A ModuleList, whose type does not say that of its elements.
     layers: Sequence[TransformerEncoderLayer | TransformerDecoderLayer]
 
     def __init__(

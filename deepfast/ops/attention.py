@@ -209,8 +209,8 @@ def attention(
         causal: the last query sees every key, the query before it all keys but the last, and so on.
         window: (left, right): query i of m, at place ``p = i + n - m`` among its n keys, sees only
             the keys ``p - left <= j <= p + right``. None or -1 is a side without end, an int w is
-            (w, w), and ``causal`` makes right 0. The keys of a window of the last W tokens, the own
-            one included, are ``causal=True, window=W - 1``.
+            (w, w), and ``causal`` makes right 0. For the last W tokens, with the query's own token
+            among them, pass ``causal=True, window=W - 1``.
         dropout_p: probability that an attention weight becomes 0. The op does not know about
             training and evaluation: pass 0 in evaluation.
         scale: 1 / sqrt(d) where None.

@@ -1,4 +1,4 @@
-"""What a step of decoding computes beside matrix products, without autograd.
+"""What a step of decoding computes besides matrix products, without autograd.
 
 On a CPU each function is one compiled op; elsewhere, and where torch traces, `best_tokens` is
 several ops of torch and `deepfast.nn` attends by torch's SDPA.
@@ -43,7 +43,7 @@ def cached_attention(
         new: (R, G d) each, together with columns.
         columns: (R, T) int64: the columns that each hypothesis sees. None: all without padding. No
             hypothesis may see the last column of another one.
-        padding: (B, N) bool, True is not seen.
+        padding: (B, N) bool, True for a column that no hypothesis sees.
 
     Returns:
         (R, H d).
@@ -69,7 +69,7 @@ def best_tokens(
     Args:
         logits_RV: (R, V), fp32, bf16, fp16 or fp64.
         count: more than V counts as V.
-        banned: tokens that are not taken, without eos.
+        banned: ids that are never returned; eos_id is not among them.
 
     Returns:
         Their log p and ids, (R, count) each, and the log p of eos, (R,). Where there are fewer

@@ -333,7 +333,7 @@ def linear_cross_entropy(
 
     Returns:
         The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll`` and
-        ``return_correct`` a tuple of the loss, the nll and the number, as far as they are wanted.
+        ``return_correct`` a tuple: the loss, then the nll and the number, each only if requested.
 
     Raises:
         TypeError, ValueError: for operands that do not fit.

@@ -302,7 +302,7 @@ def _decomposing(mode: ProxyTorchDispatchMode) -> bool:
     table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", None)
     table = mode.decomposition_table if table is None else table
     inductor = sys.modules.get("torch._inductor.virtualized")
-    # Reversed subtraction is no core op: every table that decomposes all of torch has it.
+    # Reversed subtraction is not a core op: every table that decomposes all of torch has it.
     return torch.ops.aten.rsub.Tensor in table and not (inductor and inductor.V.aot_compilation)
 
 

@@ -16,12 +16,12 @@ Numbers = list[int | None]
 class StageDepth(DepthConnection):
     """A depth connection over the states of one stage, with the weights of the whole one.
 
-    States and rows have numbers of their own here. ``sources`` and ``row_numbers`` tell those of
+    States and rows have numbers of their own here. ``sources`` and ``row_numbers`` give those of
     the whole connection, with None for what is not in it.
 
         states  those that the edge below carries or, where it carries sums, the input x of the
                 stage's first layer (None); then those of the stage's layers
-        rows    none is needed with a state that came in, but the last; the row with x is x (None);
+        rows    a state that came in needs no row, except the last; the row with x is x (None);
                 then the inputs of the stage's layers, which begin with the sums that came in
         later   after the last state come the rows that cross the edge above: sums, or each of the
                 stage's own states alone (None)

@@ -28,7 +28,7 @@ class Edge:
     kind: str
     """"states" or "sums"."""
     carried: tuple[int, ...]
-    """The states, ascending, or the rows after b whose sums cross beside row b."""
+    """The states, ascending, or the rows after b whose sums cross with row b."""
 
     @property
     def tensors(self) -> int:

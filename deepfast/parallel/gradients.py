@@ -30,10 +30,10 @@ def sum_connection_gradients(
         group: the ranks of one pipeline; None for all ranks.
 
     Raises:
-        TypeError, ValueError: where ``stages`` is no list of modules, or has no
+        TypeError, ValueError: if ``stages`` is not a list of modules, or has no
             `deepfast.parallel.EncoderStage`; where ``group`` does not have every stage of one
             pipeline once.
-        RuntimeError: where the gradients are summed already, or the copies differ.
+        RuntimeError: if the gradients are summed already, or the copies differ.
     """
     if not isinstance(stages, Iterable):
         raise TypeError(f"{OP}: stages must be a list of modules, got {type(stages).__name__}")
@@ -93,7 +93,7 @@ def _agree(found: list[EncoderStage], group: dist.ProcessGroup | None) -> None:
     if different:
         raise RuntimeError(
             f"{OP}: the copies of the depth connection must be equal on all stages, got "
-            f"{different} others than on the first rank: make the encoder of every process from "
+            f"{different} that differ from the first rank: make the encoder of every process from "
             "one seed or checkpoint, and call this before every step of the optimizer"
         )
     for stage in found:

@@ -211,7 +211,7 @@ def split(encoder: TransformerEncoder, stages: int | Sequence[int]) -> list[Enco
             ones have a layer more.
 
     Raises:
-        TypeError: where ``encoder`` is no `deepfast.nn.TransformerEncoder`.
+        TypeError: if ``encoder`` is no `deepfast.nn.TransformerEncoder`.
         ValueError: for another connection, or stages that do not fit.
     """
     if not isinstance(encoder, TransformerEncoder):

@@ -153,7 +153,7 @@ def _replicated(p: Tensor) -> Tensor:
 
 
 def shard_tokens(connection: DepthConnection, mesh: DeviceMesh, axis: int = 1) -> None:
-    """Shares out the tokens of a depth connection over the ranks of ``mesh``, in place.
+    """Shards the tokens of a depth connection over the ranks of ``mesh``, in place.
 
     For models whose layers are tensor parallel and whose residual stream is sharded over tokens
     (`torch.distributed.tensor.parallel.SequenceParallel`). From then on the connection takes and

@@ -83,7 +83,7 @@ CALLS = [
     (lambda: connect(loop(blocks=nn.ModuleList([Loop().blocks])), norm="pre"), ValueError,
      "Loop.blocks must be a list of layers, got one of ModuleLists"),
     (lambda: connect(loop(blocks=Subclass(Block())), "blocks", norm="pre"), TypeError,
-     "none of a subclass, got Subclass"),
+     "not a subclass of one, got Subclass"),
     (lambda: connect(Loop(), norm="both"), ValueError, "norm must be"),
     (lambda: connect(Loop(), norm="pre", recompute="ffn"), ValueError, "recompute must be"),
     (lambda: connect(Loop(), norm="pre", connection="nothing"), ValueError, "connection must be"),

@@ -70,7 +70,7 @@ def test_part_of_a_connection_is_missing(tmp_path, poison):
 def test_other_settings_than_the_checkpoint(tmp_path):
     model = connected_class("bert")(CASES["bert"].make().config)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"config has the depth connections .* and the class"):
+    with pytest.raises(ValueError, match=r"the config's depth connections .*, got"):
         connected_class("bert", window=2).from_pretrained(tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_a_step_over_depth(results, monkeypatch):
     monkeypatch.setattr(depth, "SENTENCES", 2)
     assert depth.main(["--rounds", "1"]) == 0
     rows = record.read()
-    assert len(rows) == 6 * 2 * 3
+    assert len(rows) == 6 * 2 * 2
     assert all(row.value > 0 for row in rows.values())
     pictures = sorted(path.name for path in results.parent.glob("*.svg"))
     assert pictures == [

@@ -98,7 +98,7 @@ def test_a_language_and_the_decoder(make_checkpoint, tmp_path, arguments):
         (FUSED, [TEXT, "--output", "x.pdf"], "ending in .svg or .png, got x.pdf"),
         (FUSED, ["  "], "TEXT: expected words, got none"),
         (FUSED, [TEXT, "--language", "it"], "expected a language of the checkpoint (de), got 'it'"),
-        (FUSED, [TEXT, "--translation", "x"], "--translation: expected only with the decoder"),
+        (FUSED, [TEXT, "--translation", "x"], "--translation: expected the decoder"),
         (FUSED | {"decoder_fusion": None}, [TEXT, "--side", "decoder"], "got None"),
     ],
 )

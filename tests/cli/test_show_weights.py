@@ -181,7 +181,7 @@ def test_attention_residuals_over_a_sample(save, tmp_path, capsys):
         ("latent nan", [], "model.pt: LatentDepth: logits must be numbers"),
         ("dlcl", ["--source=5"], "--source: expected a layer from 0 to 4, got 5"),
         ("dlcl", ["--source=-1"], "--source: expected a layer from 0 to 4, got -1"),
-        ("dlcl", ["--source=1", "--threshold=0.2"], "--threshold: expected no --source, which"),
+        ("dlcl", ["--source=1", "--threshold=0.2"], "--threshold: cannot go with --source, which"),
         ("dlcl", ["--output=a.jpg"], "expected a file ending in .svg or .png"),
     ],
 )

@@ -118,7 +118,7 @@ def test_refuses_what_it_cannot_compute():
     patched(model)
     gaps = torch.ones(2, 9, dtype=torch.int64)
     gaps[1, 4] = 0
-    with pytest.raises(ValueError, match="beside the tokens of a sentence, got padding between"):
+    with pytest.raises(ValueError, match="before or after a sentence, got padding between its"):
         model(**batch() | {"attention_mask": gaps})
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, 4, 9, 8)

@@ -209,7 +209,7 @@ def test_recomputation_is_that_of_the_design():
         ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
         ({"dim": "wide"}, "dim: expected an integer of at least 1, got 'wide'"),
         ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
-        ({"vocab_size": 0}, "vocab_size: expected at least 1 beside a decoder, got 0"),
+        ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
         ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
         ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'"),

@@ -235,10 +235,10 @@ CALLS = [
     (fusion, ([Z] * 2,), ValueError, "expected 3 states, got 2"),
     (fusion, (WIDE,), ValueError, rf"states\[0\]{AS_WEIGHTS}"),
     (fusion, ([meta(3, 6)] * 3,), ValueError, rf"states\[0\]{ON_CPU}"),
-    (fusion, ([Z] * 3, torch.zeros(3, 6)), ValueError, "where own_embedding=False .*got one"),
+    (fusion, ([Z] * 3, torch.zeros(3, 6)), ValueError, "only if own_embedding=False .*got one"),
     (functools.partial(fusion, kind="average", return_attention=True), ([Z] * 3,), ValueError,
      "'average' has no attention"),
-    (without_embedding, ([Z] * 3,), ValueError, "exactly where own_embedding=False .*got none"),
+    (without_embedding, ([Z] * 3,), ValueError, "if and only if own_embedding=False .*got none"),
     (without_embedding, ([Z] * 3, Z[:2]), ValueError, r"\(at least 3, 6\), got \(2, 6\)"),
     (without_embedding, ([Z] * 3, [1]), TypeError, "layer_embedding must be a tensor, got list"),
     *(

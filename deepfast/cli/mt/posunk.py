@@ -1,8 +1,8 @@
 """Prepares a parallel text for a model of whole words that translates unknown words by their place.
 
 In every TARGET a word that is not among the --words most frequent ones of the first TARGET becomes
-<unk:d>: the source word that it translates stands d words earlier. Which word that is, an alignment
-tells that is learned from the first pair of files (IBM model 1 in both directions). --output gets
+<unk:d>: the source word that it translates is d words earlier. To find this word, an alignment
+is learned from the first pair of files (IBM model 1 in both directions). --output gets
 a file of each TARGET's name, and dictionary, with the likeliest translation of every source word.
 
 The text must be tokenised: words are what spaces separate. Train on the new targets with

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     model = [args.checkpoint, args.reference]
     bounds = None if args.by_length is None else _bounds(args.by_length)
     if args.picture and not bounds:
-        raise ValueError("--picture: expected --by-length, which it shows")
+        raise ValueError("--picture: expected --by-length, whose scores it draws")
     check_picture("--picture", args.picture)
     if args.picture:
         require("matplotlib", "drawing BLEU by length")

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.checkpoint}: expected a vocabulary of subwords, got one of tokens")
     side = args.side or _fused_side(model)
     if args.translation is not None and side != "decoder":
-        raise ValueError("--translation: expected only with the decoder's fusion")
+        raise ValueError("--translation: expected the decoder's fusion, got the encoder's")
     (text,) = translator.prepare([args.text], args.language)
     translation = args.translation and translator.prepare([args.translation])[0]
     weights, words = layer_weights(model, vocabulary, side, text, translation)

@@ -11,7 +11,7 @@ are left out. In a row without any weight that reaches the threshold, only the 5
 With --source K only one column of W is shown: the weight of y_K in the input of every layer above
 it, as in Figure 5c. K = 0 is the embedding.
 
-Attention residuals give each token weights of its own. Shown is the mean over the tokens of
+Attention residuals give each token its own weights. The output is their mean over the tokens of
 --sample; in a decoder, over the model's own translations. Where each sublayer reads, rows count
 sublayers.
 
@@ -108,5 +108,5 @@ def _with_source(args: argparse.Namespace, sides: list) -> list:
         expected = f"a layer from 0 to {deepest}" if sides else "a model with weights of layers"
         raise ValueError(f"--source: expected {expected}, got {args.source}")
     if args.threshold is not None:
-        raise ValueError("--threshold: expected no --source, which shows all weights")
+        raise ValueError("--threshold: cannot go with --source, which shows all weights")
     return [side for side in sides if args.source < len(side.matrix)]

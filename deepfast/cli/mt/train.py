@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.recipe is None:
         raise ValueError("expected a recipe, got none: see deepfast mt train --list")
-    # Of the ranks of torchrun the first speaks, and before they meet the first of each machine.
+    # Only the first rank prints; before the ranks connect, the first rank of each machine.
     rank = os.environ.get("RANK", "0")
     try:
         recipe = training.load_recipe(args.recipe, args.overrides)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _train(recipe, first=rank == "0")
     finally:
-        # A run goes on without its standard output, and its exit code tells how it ended.
+        # A run goes on without its standard output, and its exit code says how it ended.
         flush_output()
 
 

@@ -1,4 +1,4 @@
-"""What sentencepiece does not tell of its model: read from the file, a protobuf message."""
+"""What sentencepiece does not say about its model: read from the file, a protobuf message."""
 
 from __future__ import annotations
 

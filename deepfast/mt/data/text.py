@@ -177,7 +177,7 @@ def read_parallel(
     A side is empty if all its characters are white space or show nothing, such as U+200B.
 
     Args:
-        tags: language tags. One of them in front of a source is no text.
+        tags: language tags. One of them in front of a source is not text.
 
     Returns:
         A sequence of (source, target) strings. It also holds the files, the line of each pair and

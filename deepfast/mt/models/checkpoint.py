@@ -52,7 +52,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
         optimizer: False leaves the optimizer's state of a folder out.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is no checkpoint, or is of a newer
+        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of a newer
             version.
     """
     path = Path(path)
@@ -84,7 +84,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """`read_checkpoint` for a file. Compares its check sums, which torch.load does not do.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is no checkpoint, or is of a newer
+        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of a newer
             version.
     """
     # Opening a pipe would wait for a writer.

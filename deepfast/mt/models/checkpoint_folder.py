@@ -199,7 +199,7 @@ def read_tensors(
     """
     try:
         with warnings.catch_warnings():
-            # That no_dist is what was asked for.
+            # torch warns that no_dist is used, which is intended here.
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(
                 tensors, storage_reader=Reader(path), process_group=group, no_dist=group is None

@@ -35,7 +35,7 @@ ROWS = (1, 3, 0, 2)
 
 FIRST_POSITION = 2
 
-# Unpickling bytes that are no pickle raises these: any byte may look like an instruction.
+# Unpickling bytes that are not a pickle raises these: any byte may look like an instruction.
 NO_PICKLE = (pickle.UnpicklingError, struct.error, EOFError, LookupError, OverflowError,
              RuntimeError, TypeError, ValueError)  # fmt: skip
 

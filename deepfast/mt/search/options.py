@@ -20,8 +20,8 @@ class DecodingOptions:
     """
 
     beam: int = 4
-    """Hypotheses kept per sentence; 1 is greedy search. More than the vocabulary holds is no error.
-    The model decodes this many times as many rows as a batch has sentences."""
+    """Hypotheses kept per sentence; 1 is greedy search. More than the vocabulary holds is not
+    an error. The model decodes this many times as many rows as a batch has sentences."""
     nbest: int = 1
     """Translations returned per sentence, at most ``beam``."""
     length_penalty: float = 0.6

@@ -35,7 +35,7 @@ def translate_all(
     lines: Sequence[str],
     options: DecodingOptions = DEFAULTS,
 ) -> Translations:
-    """The best translations of every line, and what a report needs beside them.
+    """The best translations of every line, and what a report needs besides them.
 
     A line without text has the one translation ``(0.0, "")``.
     `deepfast.mt.search.lines.decode_lines` makes the batches.

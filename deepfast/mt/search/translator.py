@@ -20,7 +20,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Translator:
-    """What `translate_all` and `tune_deep_shallow` need beside the lines.
+    """What `translate_all` and `tune_deep_shallow` need besides the lines.
 
     translator = load_translator(["model.pt"])
     lines = translator.prepare(["a small house"])
@@ -63,7 +63,7 @@ class Translator:
         return [f"{tag_of(language)} {line}" if line.strip() else line for line in lines]
 
     def knows(self, references: Sequence[str]) -> list[bool] | None:
-        """Of every reference, whether the model knows all its words: none has a piece that is
+        """For every reference, whether the model knows all its words: no word has a piece that is
         unknown on the target's side, or is a mark of `deepfast mt posunk`. None for a dictionary of
         tokens, which cannot split a text into them."""
         if not isinstance(self.vocabulary, Vocabulary):

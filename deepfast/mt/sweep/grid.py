@@ -84,7 +84,7 @@ def points(overs: Sequence[str]) -> list[Point]:
 
 
 def _split(text: str) -> list[str]:
-    """The elements of a list of YAML, as they are written; none where it is no such list."""
+    """The elements of a list of YAML, as they are written; none if it is not such a list."""
     yaml = require("yaml", "reading the values of a sweep")
     text = f"[{text}]"
     try:

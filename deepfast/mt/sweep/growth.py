@@ -1,4 +1,4 @@
-"""Depth growing beside its alternatives: the four rows of Wu et al. 2019 for one recipe.
+"""Depth growing against its alternatives: the four rows of Wu et al. 2019 for one recipe.
 
 - shallow: the first run's model
 - deep: the model that has grown on it

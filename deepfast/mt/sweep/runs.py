@@ -241,7 +241,7 @@ def run_all(
     active: dict[Run, subprocess.Popen] = {}
 
     def expected(run: Run) -> int | None:
-        """The memory that a run will take at most; None if no finished run tells."""
+        """The memory that a run will take at most; None if no run has finished."""
         peaks = [
             found["process_bytes"] for other, found in results.items()
             if found and "process_bytes" in found and other.parameters >= run.parameters
@@ -249,7 +249,7 @@ def run_all(
         return max(peaks, default=None)
 
     def fits(run: Run) -> bool:
-        """Whether a run may start beside the active ones."""
+        """Whether a run may start next to the active ones."""
         if memory is None:
             return True
         needed = [expected(each) for each in (run, *active)]

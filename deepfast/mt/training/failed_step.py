@@ -69,7 +69,7 @@ def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int
 def check_weights(trainer: Trainer) -> None:
     """Refuses weights that the last step has made NaN or infinite; all ranks call it.
 
-    The loss of the next step would tell, but they may be validated or saved before it.
+    The loss of the next step would show it, but they may be validated or saved before it.
 
     Raises:
         NotFiniteError: a parameter is not finite.

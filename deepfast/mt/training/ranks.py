@@ -190,8 +190,8 @@ class Ranks:
         return self.store.add(f"beats/{rank}", 0)
 
     def _silent(self) -> list[int]:
-        """The ranks that have not left and give no sign of life; none where a rank has failed that
-        tells it itself."""
+        """The ranks that have not left and give no sign of life; none if a failed rank has
+        reported its error itself."""
         before = {r: self._beats(r) for r in range(self.size) if r != self.rank}
         deadline = time.monotonic() + SILENT_AFTER
         while not self.store.check(["failure"]):

@@ -101,7 +101,7 @@ class Recipe:
         if not given:
             return
         name = given[-1]
-        expect(len(given) == 1, name, "null beside recompute", self.memory_budget)
+        expect(len(given) == 1, name, "null with recompute", self.memory_budget)
         stacks = isinstance(config, TransformerConfig)
         expect(stacks, name, "null for a model without recompute policies", getattr(self, name))
         mixes = config.encoder_connection in MIXING

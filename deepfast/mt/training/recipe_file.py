@@ -185,7 +185,7 @@ def _parse(text: str, where: str) -> Any:
         raise RecipeError(f"{where}: expected YAML, got an error{at}: {problem}") from error
     except RecursionError as error:
         raise RecipeError(
-            f"{where}: expected keys and values, got too many inside each other"
+            f"{where}: expected keys and values, got too many nested levels"
         ) from error
 
 
@@ -210,7 +210,7 @@ def _loader(yaml: Any) -> Any:
                     continue
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
+                        problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark
                     )
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
@@ -222,7 +222,7 @@ def _loader(yaml: Any) -> Any:
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 kind = node.tag.rpartition(":")[2]
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{kind} cannot be {reprlib.repr(node.value)}",
+                    problem=f"{reprlib.repr(node.value)} is not a valid {kind}",
                     problem_mark=node.start_mark,
                 ) from error
             if isinstance(value, int) and value.bit_length() > MOST_BITS:

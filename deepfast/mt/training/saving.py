@@ -80,7 +80,7 @@ class Saving:
     def __init__(self, folder: Path, trainer: Trainer, section: TrainSection):
         self.folder, self.trainer, self.section = folder, trainer, section
         self.ranks = trainer.ranks
-        # A best of another dev text is none.
+        # A best checkpoint for another dev text does not count.
         self._dev = hashlib.sha256(repr(trainer.corpus.dev).encode()).hexdigest()[:16]
 
     def _model(self, weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -200,20 +200,20 @@ class DataSection(Section):
         self.expect(once, "phrases", "each language once")
         turned = self.direction != "one-to-many"
         self.expect(generated or not turned, "direction", "one-to-many without phrases")
-        self.expect(not generated or self.languages is None, "languages", "null beside phrases")
+        self.expect(not generated or self.languages is None, "languages", "null with phrases")
         self._check_languages()
         given, sized = self.vocabulary is not None, self.target_vocab_size is not None
-        expected = "null without data.vocabulary and beside data.target_vocab_size"
+        expected = "null without data.vocabulary and with data.target_vocab_size"
         fits = self.target_vocabulary is None or (given and not sized)
         self.expect(fits, "target_vocabulary", expected)
-        self.expect(not (given and self.whole_words), "whole_words", "false beside data.vocabulary")
-        self.expect(not (given and sized), "target_vocab_size", "null beside data.vocabulary")
+        self.expect(not (given and self.whole_words), "whole_words", "false with data.vocabulary")
+        self.expect(not (given and sized), "target_vocab_size", "null with data.vocabulary")
         expected = f"at most data.max_tokens={self.max_tokens}, or a sentence would fit no batch"
         self.expect(self.max_length <= self.max_tokens, "max_length", expected)
         if generated and files:
             raise RecipeError(
                 "data: expected either phrases or train_source and train_target, got both: set "
-                "data.phrases=null beside files"
+                "data.phrases=null with files"
             )
         for part in ("train", "dev", "test"):
             sides = f"{part}_source", f"{part}_target"

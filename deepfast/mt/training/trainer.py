@@ -96,7 +96,7 @@ class Trainer:
             load_bottom(recipe, self.model, bottom)
         self.loss = share_model(self.model, recipe, ranks, device)
         """The model's loss, with which all ranks train the same parameters."""
-        # All ranks have made the same model, and now drop out differently.
+        # All ranks have made the same model. From here on each draws its own dropout masks.
         ranks.seed(recipe.train.seed)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, recipe.optim)

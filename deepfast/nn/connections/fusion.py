@@ -64,7 +64,7 @@ class LayerFusion(nn.Module):
     Structured Self-attentive Sentence Embedding, ICLR 2017).
     """
 
-    # A ModuleList, which does not tell the type of its elements.
+    # A ModuleList, whose type does not say that of its elements.
     w1: Sequence[nn.Linear]
 
     def __init__(
@@ -218,7 +218,7 @@ class LayerFusion(nn.Module):
         own = self.layer_embedding
         if (given is None) == (self.with_embeddings and own is None):
             raise ValueError(
-                "LayerFusion: layer_embedding must be given exactly where own_embedding=False "
+                "LayerFusion: layer_embedding must be given if and only if own_embedding=False "
                 f"leaves it to the caller, got {'none' if given is None else 'one'}"
             )
         embedding = given if own is None else own

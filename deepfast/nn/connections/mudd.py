@@ -237,7 +237,7 @@ class MUDD(nn.Module):
         if row > 0 and history.grad_mode != torch.is_grad_enabled():
             raise RuntimeError(
                 "MUDD: grad mode changed within a pass; push every state under the grad mode of "
-                "the first push, and detach the output of a layer that must not learn"
+                "the first push, and detach the output of a frozen layer"
             )
         return row
 

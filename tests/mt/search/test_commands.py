@@ -162,7 +162,7 @@ BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
         (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
         (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
-        (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, which"),
+        (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, whose"),
         ([*BY_LENGTH, "3", "--picture", "x.pdf"],
          "--picture: expected a file ending in .svg or .png, got x.pdf"),
         ([*BY_LENGTH, "3,x"], "expected rising integers such as 10,20,30, got '3,x'"),
