@@ -109,7 +109,7 @@ def test_copies_that_have_drifted_apart(one_rank):
     stages = split(encoder(4), 2)
     backward(stages)
     torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="must be equal on all stages, got 1 others"):
+    with pytest.raises(RuntimeError, match="must be equal on all stages, got 1 that differ"):
         sum_connection_gradients(stages)
 
 
