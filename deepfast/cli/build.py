@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     from deepfast import build
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if left_out is not None:
         print(f"The CUDA C++ kernels are left out: {left_out}.")
     columns = "compiling", BarColumn(), MofNCompleteColumn(), "files", TimeElapsedColumn()
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console()) as progress:
         # Until the number of files is known, another process may be compiling.
         task = progress.add_task("", total=None)
 

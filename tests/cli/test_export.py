@@ -90,12 +90,18 @@ def without_options(path):
     torch.save(content | {"training": {}}, path / "run.pt")
 
 
+def get_system(path):
+    """As Python 3.11.0 writes a member of an enum, but of a module."""
+    (path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(cposix\nsystem\nX\x01\x00\x00\x00xtR.")
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda p: (p / "run.pt").unlink(), "expected a checkpoint, got a folder without run.pt"),
         (lambda p: (p / ".metadata").unlink(), "got a folder without .metadata"),
         (shorten, "damaged in its file .metadata"),
+        (get_system, "damaged in its file .metadata"),
         (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read (No such file"),
         (lambda p: (p / "__0_0.distcp").write_bytes(b"short"), "damaged in its file __0_0.distcp"),
         (lambda p: flip(p / "__0_0.distcp", ONES), "damaged in its file __0_0.distcp"),

@@ -9,6 +9,7 @@ The tensors are ``model.NAME``, a parameter or a buffer, and ``optimizer.NAME.FI
 optimizer keeps for a parameter.
 """
 
+import enum
 import io
 import os
 import pickle
@@ -41,10 +42,19 @@ SAFE = {
 """Module -> the names that the metadata of a checkpoint may hold."""
 
 
+def _member(owner: Any, name: str) -> Any:
+    """The member of an enum, which Python 3.11.0 to 3.11.3 writes as ``getattr(enum, name)``."""
+    if not isinstance(owner, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"unexpected getattr of {type(owner).__name__}")
+    return owner[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Refuses what `pickle` would otherwise run."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in SAFE.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"unexpected {module}.{name}")
