@@ -7,7 +7,7 @@
 //                with p = exp(s - most_l) / total_l and ds = p (<g_l, v_j> - delta_l)
 //
 // The softmax is computed online, a few sources at a time (Milakov, Gimelshein 2018), and again in
-// backward. Tiles are those of depth_mix_kernel.cpp. Compiled once per instruction set.
+// backward. Tiles are those of mix_rows_kernel.cpp. Compiled once per instruction set.
 #include "attend.h"
 #include "tiles.h"
 

@@ -2,7 +2,7 @@
 // dropout, the source's layer-norm, the write of the state, the recent states' share of the mix, and
 // the next layer's first layer-norm. Each operand is read once and each result is written once.
 // Backward recomputes the mix from the states, so it is not stored. `partial` is the sum over the
-// states before the block, from mix_rows in depth_mix_kernel.cpp.
+// states before the block, from mix_rows in mix_rows_kernel.cpp.
 #include "boundary.h"
 
 namespace deepfast {

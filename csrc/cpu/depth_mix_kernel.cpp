@@ -1,354 +1,300 @@
-// The weighted sum over layers, and its transpose.
+// depth_mix over separate tensors: the weighted sum of K sources, and its gradients.
 //
-//   mix   out[r] (+)= sum_k w[r, k] z_k              each z_k read once for all rows r
-//   pull  u[j]   (+)= sum_l w[l, j] g_l              each g_l read once for all sources j,
-//         dw[l, j] = <g_l, z_j>                      from the same tiles
+//   out = sum_k w_k z_k,   z_k = n_k * norm_weight_k + norm_bias_k,   n_k = source k, or LN(source k)
 //
-// with z_k = n_k * norm_weight_k + norm_bias_k. Bytes: one read of every state (or gradient), one
-// write of every output; weights and norm weights stay in the caches. Compiled once per instruction
-// set.
+// A tile of tokens goes through the sources one group after another. So a source is read in one long
+// run, and the sums of the tile stay in the caches. What is the same for all tokens is computed once
+// for a range of them: the factors w_k * norm_weight_k and the sum of w_k * norm_bias_k. Bytes: one
+// read of every source and one write of every result. Compiled once per instruction set.
 #include "tiles.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// States that a mix holds in registers at once, and vectors of each.
-constexpr int kMixStates = kManyRegisters ? 8 : 4;
-// Rows and sources that a pull holds the weights and dot products of.
-constexpr int kPullRows = kManyRegisters ? 4 : 2, kPullSources = kManyRegisters ? 4 : 2;
+// Sources that forward adds at once, or twice as many without norms, and tokens that backward takes
+// at once: their horizontal sums overlap.
+constexpr int kSources = kManyRegisters ? 4 : 2, kTokens = 2;
+// Values of a tile: its sums stay in the caches while all sources pass.
+constexpr int64_t kMixValues = 8192;
 
-// ---- mix ---------------------------------------------------------------------------------------
-
-// sums += weights * z for K states from k0 on, of one token's channels [d, d1), V vectors of N
-// channels at once. Returns the first channel that is left.
-template <class T, int N, int V, int K, bool PerChannel>
-DEEPFAST_INLINE int64_t mix_channels(const MixRows& op, const Streams<T, K>& states, int64_t d,
-                                     int64_t d1, int64_t k0, const compute_t<T>* weights,
-                                     compute_t<T>* sums, int64_t sums_stride) {
-  using A = compute_t<T>;
-  constexpr Lanes<N> lanes;
-  const int64_t rows = op.rows.count, sources = op.sources.count;
-  const A *norm_weight[K], *norm_bias[K];
-  DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
-    norm_weight[k] = at<A>(op.norm_weight, op.sources[k0 + k] * op.D);
-    norm_bias[k] = at<A>(op.norm_bias, op.sources[k0 + k] * op.D);
-  }
-  for (; d + V * N <= d1; d += V * N) {
-    states.template prefetch<V * N>(d);
-    vec_t<A, N> z[K][V];
-    DEEPFAST_UNROLL for (int k = 0; k < K; ++k) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-        z[k][v] = affine(lanes, load(lanes, states.row[k] + d + v * N), norm_weight[k],
-                         norm_bias[k], d + v * N);
-    A* sum = sums + d;
-    const A* weight = weights + k0;
-    for (int64_t r = 0; r < rows; ++r, sum += sums_stride, weight += sources) {
-      vec_t<A, N> s[V];
-      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] = load(lanes, sum + v * N);
-      DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
-        if constexpr (PerChannel) {
-          const A* w = weight_of<A>(op.weight, op.rows[r], op.sources[k0 + k], op.R) + d;
-          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] += load(lanes, w + v * N) * z[k][v];
-        } else {
-          const auto w = broadcast(lanes, weight[k]);
-          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) s[v] += w * z[k][v];
-        }
-      }
-      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) store(lanes, sum + v * N, s[v]);
-    }
-  }
-  return d;
+TileShape mix_tile(int64_t dim) {
+  TileShape shape = TileShape::whole_rows(dim);
+  shape.tokens = dim < kMixValues ? kMixValues / dim : 1;
+  if (shape.tokens > 64) shape.tokens = 64;
+  return shape;
 }
 
-template <class T, int K, bool PerChannel>
-void mix_states(const MixRows& op, const Tile& tile, const TileShape& shape, int64_t k0,
-                const compute_t<T>* weights, compute_t<T>* sums) {
-  constexpr int N = kLanes<compute_t<T>>;
-  const int64_t stride = shape.tokens * shape.channels;
-  for (int64_t t = tile.t0; t < tile.t1; ++t) {
-    const Streams<T, K> states(Chosen{op.states, op.sources}, k0, tile, t);
-    compute_t<T>* sum = sums + tile_index(shape, 0, t - tile.t0, 0) - tile.d0;
-    int64_t d = tile.d0;
-    d = mix_channels<T, N, 2, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
-    d = mix_channels<T, N, 1, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
-    mix_channels<T, 1, 1, K, PerChannel>(op, states, d, tile.d1, k0, weights, sum, stride);
+// The sources with one weight each; with a weight for each channel; with a norm, where the factor is
+// always one for each channel.
+enum class Kind { plain, channels, norm };
+
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> weight_at(Lanes<N> lanes, const Weights& weight, int64_t k, int64_t d) {
+  const A* w = at<A>(weight.data, k * weight.width);
+  return weight.per_channel ? load(lanes, w + d) : broadcast(lanes, *w);
+}
+
+// What multiplies n_k: the weight alone, or one value for each channel.
+template <class A, Kind kKind>
+class Factors {
+ public:
+  template <class Launch>
+  explicit Factors(const Launch& op)
+      : weight_(at<A>(op.weight.data, 0)),
+        dim_(op.D),
+        values_(kKind == Kind::plain ? 0 : op.K * op.D) {
+    if constexpr (kKind != Kind::plain)
+      for (int64_t k = 0; k < op.K; ++k)
+        for_lanes<A>(dim_, [&](auto lanes, int64_t d) {
+          const auto w = weight_at<A>(lanes, op.weight, k, d);
+          const A* norm_weight = at<A>(op.norm_weight, k * op.D);
+          store(lanes, values_ + k * dim_ + d, affine<A>(lanes, w, norm_weight, nullptr, d));
+        });
   }
-}
+  template <int N>
+  DEEPFAST_INLINE vec_t<A, N> at_channel(Lanes<N> lanes, int64_t k, int64_t d) const {
+    if constexpr (kKind != Kind::plain) return load(lanes, values_ + k * dim_ + d);
+    return broadcast(lanes, weight_[k]);
+  }
 
-template <class T, bool PerChannel>
-void mix_all(const MixRows& op, int64_t begin, int64_t end) {
-  using A = compute_t<T>;
-  const TileShape shape(op.D);
-  const int64_t rows = op.rows.count, sources = op.sources.count;
-  Scratch<A> sums(rows * shape.tokens * shape.channels);
-  Scratch<A> weights(PerChannel ? 0 : rows * sources);
-  if constexpr (!PerChannel)
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t k = 0; k < sources; ++k)
-        weights[r * sources + k] = *weight_of<A>(op.weight, op.rows[r], op.sources[k], op.R);
-  for_tiles(begin, end, op.D, shape, [&](const Tile& tile) {
-    const int64_t width = tile.d1 - tile.d0;
-    for (int64_t r = 0; r < op.rows.count; ++r)
-      for (int64_t t = tile.t0; t < tile.t1; ++t) {
-        A* sum = sums + tile_index(shape, r, t - tile.t0, 0);
-        if (op.accumulate)
-          load_row(row_of<T>(op.out, op.out_rows[r], t) + tile.d0, sum, width);
-        else
-          memset(sum, 0, width * sizeof(A));
-      }
-    int64_t k = 0;
-    for (; k + kMixStates <= op.sources.count; k += kMixStates)
-      mix_states<T, kMixStates, PerChannel>(op, tile, shape, k, weights, sums);
-    for (; k + 4 <= op.sources.count; k += 4)
-      mix_states<T, 4, PerChannel>(op, tile, shape, k, weights, sums);
-    for (; k < op.sources.count; ++k)
-      mix_states<T, 1, PerChannel>(op, tile, shape, k, weights, sums);
-    for (int64_t r = 0; r < op.rows.count; ++r)
-      for (int64_t t = tile.t0; t < tile.t1; ++t)
-        store_row(sums + tile_index(shape, r, t - tile.t0, 0),
-                  row_of<T>(op.out, op.out_rows[r], t) + tile.d0, width);
-  });
-}
-
-// ---- pull --------------------------------------------------------------------------------------
-
-// The operands of a pull's tile, and its dot products so far.
-template <class A>
-struct PullTile {
-  Tile at;
-  TileShape shape;
-  A *z, *u;    // (sources, tokens, channels) of the tile's shape
-  A* dots;     // (rows, sources, lanes): sums over tokens and channels, one per lane
-  A* dweight;  // per channel: (rows, sources, D)
+ private:
+  const A* weight_;
+  int64_t dim_;
+  Scratch<A> values_;
 };
 
-// Rows [l0, l0 + L) and sources [j0, j0 + J) over the tile's tokens, channels [d0, d1).
-template <class T, int N, int L, int J, bool PerChannel>
-DEEPFAST_INLINE void pull_registers(const PullRows& op, const PullTile<compute_t<T>>& tile,
-                                    int64_t l0, int64_t j0, int64_t d0, int64_t d1) {
+// ---- forward -----------------------------------------------------------------------------------
+
+// sums += factor_k * n_k for K sources from k0 on. The first sums begin with `bias`, the last ones
+// are the result.
+template <class T, int K, Kind kKind>
+void add_sources(const DepthMixForward& op, const Tile& tile, int64_t k0,
+                 const Factors<compute_t<T>, kKind>& factors, const compute_t<T>* bias,
+                 compute_t<T>* sums) {
   using A = compute_t<T>;
-  constexpr Lanes<N> lanes;
-  const TileShape shape = tile.shape;
-  const Tile at = tile.at;
-  // The blocks of sources divide the prefetch of the next rows.
-  const int64_t part = j0 / J, parts = (op.sources.count + J - 1) / J;
-  const int64_t from = L * part / parts, to = L * (part + 1) / parts;
-  const A* weight[L][J];
-  vec_t<A, N> w[L][J], dot[L][J];
-  A *z = tile.z + tile_index(shape, j0, 0, 0) - at.d0, *u = tile.u + (z - tile.z);
-  const int64_t stride = shape.tokens * shape.channels;
-  DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-    weight[l][j] = weight_of<A>(op.weight, op.rows[l0 + l], op.sources[j0 + j], op.R);
-    w[l][j] = broadcast(lanes, *weight[l][j]);
-    dot[l][j] = vec_t<A, N>{};
-  }
-  const auto step = [&](const Streams<T, L>& grads, int64_t t, int64_t d) {
-    vec_t<A, N> g[L];
-    DEEPFAST_UNROLL for (int l = 0; l < L; ++l) g[l] = load(lanes, grads.row[l] + d);
-    DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-      const int64_t i = j * stride + t * shape.channels + d;
-      auto sum = load(lanes, u + i);
-      const auto value = load(lanes, z + i);
-      DEEPFAST_UNROLL for (int l = 0; l < L; ++l) {
-        if constexpr (PerChannel)
-          sum += load(lanes, weight[l][j] + d) * g[l];
-        else
-          sum += w[l][j] * g[l];
-        dot[l][j] += g[l] * value;
-      }
-      store(lanes, u + i, sum);
-    }
-  };
-  if constexpr (PerChannel) {
-    for (int64_t d = d0; d < d1; d += N) {
-      for (int64_t t = at.t0; t < at.t1; ++t) {
-        const Streams<T, L> grads(Chosen{op.grads, op.grad_slots}, l0, at, t);
-        grads.template prefetch<N>(d, from, to);
-        step(grads, t - at.t0, d);
-      }
-      if (op.dweight.data == nullptr) continue;
-      DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-        A* p = tile.dweight + ((l0 + l) * op.sources.count + j0 + j) * op.D + d;
-        store(lanes, p, load(lanes, p) + dot[l][j]);
-        dot[l][j] = vec_t<A, N>{};
+  const int64_t dim = op.D;
+  const bool last = k0 + K == op.K;
+  for (int64_t t = tile.t0; t < tile.t1; ++t) {
+    const Streams<T, K> sources(op.sources, k0, tile, t);
+    Moments<A> m[K];
+    if constexpr (kKind == Kind::norm) {
+      moments_of_each<T, K>(sources.row, dim, static_cast<A>(op.eps), m);
+      DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
+        *at<A>(op.mean, (k0 + k) * op.T + t) = m[k].mean;
+        *at<A>(op.rstd, (k0 + k) * op.T + t) = m[k].rstd;
       }
     }
-  } else {
-    for (int64_t t = at.t0; t < at.t1; ++t) {
-      const Streams<T, L> grads(Chosen{op.grads, op.grad_slots}, l0, at, t);
-      for (int64_t d = d0; d < d1; d += N) {
-        grads.template prefetch<N>(d, from, to);
-        step(grads, t - at.t0, d);
+    A* sum = sums + (t - tile.t0) * dim;
+    const A* before = k0 == 0 ? bias : sum;
+    T* out = row_of<T>(op.out, t);
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      sources.template prefetch<decltype(lanes)::n>(d);
+      auto s = load(lanes, before + d);
+      DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
+        auto n = load(lanes, sources.row[k] + d);
+        if constexpr (kKind == Kind::norm) n = (n - m[k].mean) * m[k].rstd;
+        s += factors.at_channel(lanes, k0 + k, d) * n;
       }
-    }
-    DEEPFAST_UNROLL for (int l = 0; l < L; ++l) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-      A* p = tile.dots + ((l0 + l) * op.sources.count + j0 + j) * kLanes<A>;
-      store(lanes, p, load(lanes, p) + dot[l][j]);
-    }
+      last ? store(lanes, out + d, s) : store(lanes, sum + d, s);
+    });
   }
 }
 
-template <class T, int L, int J, bool PerChannel>
-void pull_block(const PullRows& op, const PullTile<compute_t<T>>& tile, int64_t l, int64_t j) {
-  constexpr int N = kLanes<compute_t<T>>;
-  const int64_t whole = tile.at.d0 + (tile.at.d1 - tile.at.d0) / N * N;
-  if (whole > tile.at.d0) pull_registers<T, N, L, J, PerChannel>(op, tile, l, j, tile.at.d0, whole);
-  if (whole < tile.at.d1) pull_registers<T, 1, L, J, PerChannel>(op, tile, l, j, whole, tile.at.d1);
-}
-
-template <class T, int L, bool PerChannel>
-void pull_sources(const PullRows& op, const PullTile<compute_t<T>>& tile, int64_t l) {
-  int64_t j = 0;
-  for (; j + kPullSources <= op.sources.count; j += kPullSources)
-    pull_block<T, L, kPullSources, PerChannel>(op, tile, l, j);
-  if constexpr (kPullSources > 2)
-    for (; j + 2 <= op.sources.count; j += 2) pull_block<T, L, 2, PerChannel>(op, tile, l, j);
-  for (; j < op.sources.count; ++j) pull_block<T, L, 1, PerChannel>(op, tile, l, j);
-}
-
-template <class T, bool PerChannel>
-void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
+template <class T, Kind kKind>
+void forward(const DepthMixForward& op, const Factors<compute_t<T>, kKind>& factors, int64_t begin,
+             int64_t end) {
   using A = compute_t<T>;
-  const TileShape shape(op.D);
-  const int64_t size = op.sources.count * shape.tokens * shape.channels;
-  const int64_t pairs = op.rows.count * op.sources.count, width = PerChannel ? op.D : 1;
-  A* dweight = at<A>(op.dweight.data, chunk * pairs * width);
-  Scratch<A> z(size), u(size), dots(PerChannel ? 0 : pairs * kLanes<A>);
-  if (!PerChannel) memset(dots.get(), 0, pairs * kLanes<A> * sizeof(A));
-  for_tiles(begin, end, op.D, shape, [&](const Tile& at_tile) {
-    const PullTile<A> tile{at_tile, shape, z, u, dots, dweight};
-    const int64_t d0 = at_tile.d0, channels = at_tile.d1 - d0;
-    for (int64_t j = 0; j < op.sources.count; ++j) {
-      const A *norm_weight = at<A>(op.norm_weight, op.sources[j] * op.D),
-              *norm_bias = at<A>(op.norm_bias, op.sources[j] * op.D);
-      for (int64_t t = at_tile.t0; t < at_tile.t1; ++t) {
-        const int64_t i = tile_index(shape, j, t - at_tile.t0, 0);
-        const T* n = row_of<T>(op.states, op.sources[j], t);
-        for_lanes<A>(channels, [&](auto lanes, int64_t d) {
-          store(lanes, z + i + d,
-                affine(lanes, load(lanes, n + d0 + d), norm_weight, norm_bias, d0 + d));
-        });
-        if (op.accumulate)
-          load_row(row_of<T>(op.out, op.out_rows[j], t) + d0, u + i, channels);
-        else
-          memset(u + i, 0, channels * sizeof(A));
-      }
-    }
-    int64_t l = 0;
-    for (; l + kPullRows <= op.rows.count; l += kPullRows)
-      pull_sources<T, kPullRows, PerChannel>(op, tile, l);
-    for (; l < op.rows.count; ++l) pull_sources<T, 1, PerChannel>(op, tile, l);
-    for (int64_t j = 0; j < op.sources.count; ++j)
-      for (int64_t t = at_tile.t0; t < at_tile.t1; ++t)
-        store_row(u + tile_index(shape, j, t - at_tile.t0, 0),
-                  row_of<T>(op.out, op.out_rows[j], t) + d0, channels);
-  });
-  if (PerChannel || op.dweight.data == nullptr) return;
-  constexpr Lanes<kLanes<A>> lanes;
-  for (int64_t i = 0; i < pairs; ++i)
-    dweight[i] = sum_lanes<A, kLanes<A>>(load(lanes, dots + i * kLanes<A>));
-}
-
-// ---- depth_mix over separate tensors -----------------------------------------------------------
-
-template <class T>
-void depth_mix_forward_rows(const DepthMixForward& op, int64_t begin, int64_t end) {
-  using A = compute_t<T>;
-  const int64_t dim = op.D, width = op.weight.per_channel ? dim : 1;
-  Scratch<A> row(dim), sum(dim);
-  for (int64_t t = begin; t < end; ++t) {
-    memset(sum.get(), 0, dim * sizeof(A));
-    for (int64_t k = 0; k < op.K; ++k) {
-      load_row(row_of<T>(op.sources[k], t), row.get(), dim);
-      if (op.norm) {
-        const auto m = moments<A>(row.get(), dim, static_cast<A>(op.eps));
-        *at<A>(op.mean, k * op.T + t) = m.mean;
-        *at<A>(op.rstd, k * op.T + t) = m.rstd;
-        for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-          store(lanes, row + d, (load(lanes, row + d) - m.mean) * m.rstd);
-        });
-      }
-      mix_row<A>(row.get(), at<A>(op.norm_weight, k * dim), at<A>(op.norm_bias, k * dim),
-                 at<A>(op.weight.data, k * width), op.weight.per_channel, sum.get(), dim);
-    }
-    store_row(sum.get(), row_of<T>(op.out, t), dim);
-  }
-}
-
-template <class T>
-void depth_mix_backward_rows(const DepthMixBackward& op, int64_t begin, int64_t end,
-                             int64_t chunk) {
-  using A = compute_t<T>;
-  const int64_t dim = op.D, width = op.weight.per_channel ? dim : 1;
-  Scratch<A> g(dim), n(dim), u(dim);
-  for (int64_t t = begin; t < end; ++t) {
-    load_row(row_of<T>(op.dout, t), g.get(), dim);
-    for (int64_t k = 0; k < op.K; ++k) {
-      const A *norm_weight = at<A>(op.norm_weight, k * dim),
-              *norm_bias = at<A>(op.norm_bias, k * dim);
-      const A* weight = at<A>(op.weight.data, k * width);
-      A* dweight =
-          op.dweight.data != nullptr ? at<A>(op.dweight.data, (chunk * op.K + k) * width) : nullptr;
-      load_row(row_of<T>(op.sources[k], t), n.get(), dim);
-      A rstd = A(1);
-      if (op.norm) {
-        const A mean = *at<A>(op.mean, k * op.T + t);
-        rstd = *at<A>(op.rstd, k * op.T + t);
-        for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-          store(lanes, n + d, (load(lanes, n + d) - mean) * rstd);
-        });
-      }
-      RowSum<A> dot;
+  const int64_t dim = op.D;
+  const TileShape shape = mix_tile(dim);
+  Scratch<A> bias(dim), sums(shape.tokens * dim);
+  memset(bias.get(), 0, dim * sizeof(A));
+  if (op.norm_bias != nullptr)
+    for (int64_t k = 0; k < op.K; ++k)
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        const auto b = load(lanes, g + d);
-        const auto w = op.weight.per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
-        store(lanes, u + d, w * b);
-        if (dweight == nullptr) return;
-        const auto product = b * affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d);
-        if (op.weight.per_channel)
-          store(lanes, dweight + d, load(lanes, dweight + d) + product);
-        else
-          dot.add(product);
+        const auto w = weight_at<A>(lanes, op.weight, k, d);
+        store(lanes, bias + d,
+              load(lanes, bias + d) + w * load(lanes, at<A>(op.norm_bias, k * dim) + d));
       });
-      if (dweight != nullptr && !op.weight.per_channel) *dweight += dot.total();
-      accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, (chunk * op.K + k) * dim),
-                           at<A>(op.dnorm_bias, (chunk * op.K + k) * dim), dim);
-      if (op.dsources.count == 0) continue;
-      if (norm_weight != nullptr)
-        for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-          store(lanes, u + d, load(lanes, u + d) * load(lanes, norm_weight + d));
-        });
-      if (op.norm) norm_backward_row<A>(u, n, rstd, dim);
-      store_row(u.get(), row_of<T>(op.dsources[k], t), dim);
+  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+    constexpr int kMost = kKind == Kind::norm ? kSources : 2 * kSources;
+    int64_t k = 0;
+    for (; k + kMost <= op.K; k += kMost)
+      add_sources<T, kMost, kKind>(op, tile, k, factors, bias, sums);
+    if constexpr (kMost > kSources)
+      for (; k + kSources <= op.K; k += kSources)
+        add_sources<T, kSources, kKind>(op, tile, k, factors, bias, sums);
+    for (; k < op.K; ++k) add_sources<T, 1, kKind>(op, tile, k, factors, bias, sums);
+  });
+}
+
+// ---- backward ----------------------------------------------------------------------------------
+
+// Sums over the tokens of a range: of g, and for each source of g * n, per channel or in all.
+template <class A>
+struct TokenSums {
+  A *grad, *products, *dots;
+};
+
+// The gradient of source k for R tokens from t on, with g of these tokens:
+//   dn = factor * g,  dsource = dn, or rstd * (dn - mean(dn) - n * mean(dn * n))
+template <class T, int R, Kind kKind>
+DEEPFAST_INLINE void source_gradient(const DepthMixBackward& op, int64_t k, int64_t t,
+                                     const Matrix& next,
+                                     const Factors<compute_t<T>, kKind>& factors,
+                                     const compute_t<T>* g, const TokenSums<compute_t<T>>& sums,
+                                     bool past_caches) {
+  using A = compute_t<T>;
+  const int64_t dim = op.D;
+  const bool wanted = op.dsources.count > 0;
+  const T *x[R], *ahead[R];
+  T* dx[R];
+  A mean[R], rstd[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    x[r] = row_of<T>(op.sources[k], t + r);
+    ahead[r] = row_of<T>(next, t + r);
+    dx[r] = wanted ? row_of<T>(op.dsources[k], t + r) : nullptr;
+    if constexpr (kKind == Kind::norm) {
+      mean[r] = *at<A>(op.mean, k * op.T + t + r);
+      rstd[r] = *at<A>(op.rstd, k * op.T + t + r);
     }
+    past_caches &= can_stream(dx[r]);
   }
+  const auto normalised = [&](auto lanes, int r, int64_t d) {
+    const auto n = load(lanes, x[r] + d);
+    if constexpr (kKind == Kind::norm) return (n - mean[r]) * rstd[r];
+    return n;
+  };
+  const auto put = [&](auto lanes, int r, int64_t d, auto value) {
+    past_caches ? stream(lanes, dx[r] + d, value) : store(lanes, dx[r] + d, value);
+  };
+  A* products = sums.products == nullptr ? nullptr : sums.products + k * dim;
+  auto totals =
+      sum_over_lanes<A, Each<RowSums<A>, R>, 2>(dim, [&](auto lanes, int64_t d, auto& total) {
+        const auto factor = factors.at_channel(lanes, k, d);
+        auto product = broadcast(lanes, A(0));
+        DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+          __builtin_prefetch(ahead[r] + d, 0, 2);
+          const auto own = load(lanes, g + r * dim + d);
+          const auto n = normalised(lanes, r, d), dn = own * factor;
+          product += own * n;
+          if constexpr (kKind == Kind::plain) total.row[r].first.add(own * n);
+          if constexpr (kKind == Kind::norm) {
+            total.row[r].first.add(dn);
+            total.row[r].second.add(dn * n);
+          } else if (wanted) {
+            put(lanes, r, d, dn);
+          }
+        }
+        if constexpr (kKind != Kind::plain)
+          if (products != nullptr) store(lanes, products + d, load(lanes, products + d) + product);
+      });
+  if constexpr (kKind == Kind::plain) {
+    DEEPFAST_UNROLL for (int r = 1; r < R; ++r) totals.row[0].add(totals.row[r]);
+    sums.dots[k] += totals.row[0].first.total();
+  }
+  if constexpr (kKind == Kind::norm) {
+    if (!wanted) return;
+    A first[R], second[R];
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+      first[r] = totals.row[r].first.total() / static_cast<A>(dim);
+      second[r] = totals.row[r].second.total() / static_cast<A>(dim);
+    }
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      const auto factor = factors.at_channel(lanes, k, d);
+      DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+        const auto dn = load(lanes, g + r * dim + d) * factor;
+        put(lanes, r, d, rstd[r] * (dn - normalised(lanes, r, d) * second[r] - first[r]));
+      }
+    });
+  }
+}
+
+// The gradients of the parameters of source k:
+//   dweight = sum g * z,  dnorm_weight = w * sum g * n,  dnorm_bias = w * sum g
+template <class A>
+void parameter_gradients(const DepthMixBackward& op, int64_t k, int64_t chunk,
+                         const TokenSums<A>& sums) {
+  const int64_t dim = op.D, row = (chunk * op.K + k) * dim;
+  const A *norm_weight = at<A>(op.norm_weight, k * dim), *norm_bias = at<A>(op.norm_bias, k * dim);
+  A *dnorm_weight = at<A>(op.dnorm_weight, row), *dnorm_bias = at<A>(op.dnorm_bias, row);
+  A* dweight = at<A>(op.dweight.data, (chunk * op.K + k) * op.weight.width);
+  const A* products = sums.products == nullptr ? nullptr : sums.products + k * dim;
+  RowSum<A> dot;
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    const auto w = weight_at<A>(lanes, op.weight, k, d), g = load(lanes, sums.grad + d);
+    auto product = broadcast(lanes, A(0));
+    if (products != nullptr) product = load(lanes, products + d);
+    if (dnorm_weight != nullptr) store(lanes, dnorm_weight + d, w * product);
+    if (dnorm_bias != nullptr) store(lanes, dnorm_bias + d, w * g);
+    auto own = affine<A>(lanes, product, norm_weight, nullptr, d);
+    if (norm_bias != nullptr) own += g * load(lanes, norm_bias + d);
+    if (op.weight.per_channel && dweight != nullptr) store(lanes, dweight + d, own);
+    dot.add(own);
+  });
+  if (!op.weight.per_channel && dweight != nullptr) *dweight = dot.total() + sums.dots[k];
+}
+
+template <class T, Kind kKind>
+void backward(const DepthMixBackward& op, const Factors<compute_t<T>, kKind>& factors,
+              int64_t begin, int64_t end, int64_t chunk) {
+  using A = compute_t<T>;
+  const int64_t dim = op.D;
+  const TileShape shape = mix_tile(dim);
+  const bool of_products =
+      kKind != Kind::plain && (op.dweight.data != nullptr || op.dnorm_weight != nullptr);
+  const int64_t products = of_products ? op.K * dim : 0;
+  Scratch<A> g(shape.tokens * dim), values(dim + op.K + products);
+  memset(values.get(), 0, (dim + op.K + products) * sizeof(A));
+  const TokenSums<A> sums{values, of_products ? values + dim + op.K : nullptr, values + dim};
+  const bool past_caches = op.K * op.T * dim * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
+  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+    for (int64_t t = tile.t0; t < tile.t1; ++t) {
+      load_row(row_of<T>(op.dout, t), g + (t - tile.t0) * dim, dim);
+      add_row(g + (t - tile.t0) * dim, sums.grad, dim);
+    }
+    for (int64_t k = 0; k < op.K; ++k) {
+      const Matrix& next = op.sources[k + 1 < op.K ? k + 1 : k];
+      int64_t t = tile.t0;
+      for (; t + kTokens <= tile.t1; t += kTokens)
+        source_gradient<T, kTokens, kKind>(op, k, t, next, factors, g + (t - tile.t0) * dim, sums,
+                                           past_caches);
+      for (; t < tile.t1; ++t)
+        source_gradient<T, 1, kKind>(op, k, t, next, factors, g + (t - tile.t0) * dim, sums,
+                                     past_caches);
+    }
+  });
+  if (past_caches) end_stream();
+  if (op.dweight.data == nullptr && op.dnorm_weight == nullptr && op.dnorm_bias == nullptr) return;
+  for (int64_t k = 0; k < op.K; ++k) parameter_gradients<A>(op, k, chunk, sums);
+}
+
+// Calls f(storage type, what is of the kind) for the operands of a launch.
+template <class Launch, class F>
+DEEPFAST_INLINE void with_kind(const Launch& op, const F& f) {
+  with_storage(op.storage, [&](auto type) {
+    using T = decltype(type);
+    if (op.norm)
+      f(Factors<compute_t<T>, Kind::norm>(op), type);
+    else if (op.weight.per_channel)
+      f(Factors<compute_t<T>, Kind::channels>(op), type);
+    else
+      f(Factors<compute_t<T>, Kind::plain>(op), type);
+  });
 }
 
 }  // namespace
 
-void mix_rows(const MixRows& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) {
-    using T = decltype(type);
-    op.weight.per_channel ? mix_all<T, true>(op, begin, end) : mix_all<T, false>(op, begin, end);
-  });
-}
-
-void pull_rows(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto type) {
-    using T = decltype(type);
-    op.weight.per_channel ? pull_all<T, true>(op, begin, end, chunk)
-                          : pull_all<T, false>(op, begin, end, chunk);
-  });
-}
-
 void depth_mix_forward(const DepthMixForward& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage,
-               [&](auto type) { depth_mix_forward_rows<decltype(type)>(op, begin, end); });
+  with_kind(op, [&](const auto& factors, auto type) {
+    forward<decltype(type)>(op, factors, begin, end);
+  });
 }
 
 void depth_mix_backward(const DepthMixBackward& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage,
-               [&](auto type) { depth_mix_backward_rows<decltype(type)>(op, begin, end, chunk); });
+  with_kind(op, [&](const auto& factors, auto type) {
+    backward<decltype(type)>(op, factors, begin, end, chunk);
+  });
 }
 
 }  // namespace DEEPFAST_ISA

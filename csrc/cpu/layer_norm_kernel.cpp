@@ -12,10 +12,6 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// A result from this size on is stored past the caches: it is larger than one core's share of them,
-// so most of it would have left them before it is read.
-constexpr int64_t kStreamBytes = int64_t{8} << 20;
-
 template <class T, class Launch>
 DEEPFAST_INLINE bool streams(const Launch& op) {
   return op.T * op.D * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;

@@ -139,25 +139,51 @@ DEEPFAST_INLINE Moments<A> moments_without_mean(const T* row, int64_t dim, A eps
   return {A(0), A(1) / static_cast<A>(__builtin_sqrt(square + eps))};
 }
 
-// Two passes over the row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
+// The sums of several rows in one pass: their horizontal sums do not wait for each other.
+template <class Sums, int kRows>
+struct Each {
+  Sums row[kRows];
+  DEEPFAST_INLINE void add(const Each& other) {
+    DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) row[r].add(other.row[r]);
+  }
+};
+
+// Two passes over each row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
 // mean and adds it to the mean, so a large mean or a constant row adds no rounding error (Chan,
-// Golub, LeVeque 1983). The row may be of storage type: reading it again from the level-1 cache is
+// Golub, LeVeque 1983). A row may be of storage type: reading it again from the level-1 cache is
 // cheaper than writing a converted copy.
+template <class T, int kRows, class A = compute_t<T>>
+DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim, A eps,
+                                     Moments<A> (&found)[kRows]) {
+  const auto sum =
+      sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
+        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) s.row[r].add(load(lanes, rows[r] + d));
+      });
+  A mean[kRows];
+  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) mean[r] =
+      sum.row[r].total() / static_cast<A>(dim);
+  const auto rest = sum_over_lanes<A, Each<RowSums<A>, kRows>, kRows == 1 ? 4 : 2>(
+      dim, [&](auto lanes, int64_t d, auto& s) {
+        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+          const auto c = load(lanes, rows[r] + d) - mean[r];
+          s.row[r].first.add(c);
+          s.row[r].second.add(c * c);
+        }
+      });
+  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+    const A left = rest.row[r].first.total() / static_cast<A>(dim);
+    const A variance = rest.row[r].second.total() / static_cast<A>(dim) - left * left;
+    found[r] = {mean[r] + left,
+                A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
+  }
+}
+
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = false) {
   if (rms) return moments_without_mean(row, dim, eps);
-  const auto sum = sum_over_lanes<A, RowSum<A>>(
-      dim, [&](auto lanes, int64_t d, auto& s) { s.add(load(lanes, row + d)); });
-  const A mean = sum.total() / static_cast<A>(dim);
-  const auto rest = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
-    const auto c = load(lanes, row + d) - mean;
-    s.first.add(c);
-    s.second.add(c * c);
-  });
-  const A left = rest.first.total() / static_cast<A>(dim);
-  const A variance = rest.second.total() / static_cast<A>(dim) - left * left;
-  return {mean + left,
-          A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
+  Moments<A> found[1];
+  moments_of_each<T, 1>({row}, dim, eps, found);
+  return found[0];
 }
 
 // Normalised value times weight plus bias, either of which may be absent.

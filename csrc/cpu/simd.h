@@ -235,19 +235,32 @@ DEEPFAST_INLINE void store(Lanes<N>, f16* p, vec_t<float, N> v) {
 
 // ---- stores past the caches ---------------------------------------------------------------------
 
+// Results from this size on are stored past the caches: they are larger than one core's share of them,
+// so most of them would have left them before they are read.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
 // Whether a row at `p` can be stored so: each whole vector must be aligned.
 template <class T>
 DEEPFAST_INLINE bool can_stream(const T* p) {
-  return sizeof(T) == 4 && reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
+  return sizeof(T) <= 4 && reinterpret_cast<uintptr_t>(p) % (kLanes<float> * sizeof(T)) == 0;
 }
 
 // A store that does not read the line from memory first. A later read finds nothing in the caches.
 template <int N, class T, class V>
 DEEPFAST_INLINE void stream(Lanes<N> lanes, T* p, V v) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(T) <= 4 && N == kLanes<float>) {
+    T whole[N];
+    store(lanes, whole, v);
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4 && N == 16) return _mm512_stream_ps(p, bits_as<__m512>(v));
-#elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4 && N == 8) return _mm256_stream_ps(p, bits_as<__m256>(v));
+    if constexpr (sizeof(T) == 4) return _mm512_stream_ps(p, bits_as<__m512>(whole));
+#endif
+    constexpr int kBytes = N * sizeof(T);
+    auto* to = reinterpret_cast<__m128i*>(p);
+    if constexpr (kBytes == 16) return _mm_stream_si128(to, bits_as<__m128i>(whole));
+    if constexpr (kBytes == 32)
+      return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bits_as<__m256i>(whole));
+  }
 #endif
   store(lanes, p, v);
 }
@@ -359,26 +372,25 @@ struct RowSums {
   }
 };
 
-// Calls f(lanes, i, sums) over [0, n) and returns the sums. Four independent accumulators, because
+// Calls f(lanes, i, sums) over [0, n) and returns the sums. kWays independent accumulators, because
 // one would wait for the latency of every addition. They are added up after 32 steps, because the
 // rounding error of a sum grows with the number of its terms. The order of the additions depends on
 // n alone.
-template <class A, class Sums, class F>
+template <class A, class Sums, int kWays = 4, class F>
 DEEPFAST_INLINE Sums sum_over_lanes(int64_t n, const F& f) {
   constexpr int N = kLanes<A>, kBlock = 32 * 4 * N;
   Sums total;
   for (int64_t i = 0; i < n;) {
     const int64_t end = n - i < kBlock ? n : i + kBlock;
-    Sums s0, s1, s2, s3;
-    for (; i + 4 * N <= end; i += 4 * N) {
-      f(Lanes<N>{}, i, s0);
-      f(Lanes<N>{}, i + N, s1);
-      f(Lanes<N>{}, i + 2 * N, s2);
-      f(Lanes<N>{}, i + 3 * N, s3);
-    }
-    for (; i + N <= end; i += N) f(Lanes<N>{}, i, s0);
-    for (; i < end; ++i) f(Lanes<1>{}, i, s0);
-    s0.add(s1), s2.add(s3), s0.add(s2), total.add(s0);
+    Sums s[kWays];
+    for (; i + kWays * N <= end; i += kWays * N)
+      DEEPFAST_UNROLL for (int w = 0; w < kWays; ++w) f(Lanes<N>{}, i + w * N, s[w]);
+    for (; i + N <= end; i += N) f(Lanes<N>{}, i, s[0]);
+    for (; i < end; ++i) f(Lanes<1>{}, i, s[0]);
+    DEEPFAST_UNROLL for (int step = 1; step < kWays; step *= 2)
+        DEEPFAST_UNROLL for (int w = 0; w < kWays; w += 2 * step) s[w]
+            .add(s[w + step]);
+    total.add(s[0]);
   }
   return total;
 }

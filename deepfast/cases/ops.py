@@ -190,17 +190,18 @@ def depth_mix(
         )  # fmt: skip
 
     def plain(_, weight, norm_weight=None, norm_bias=None, **sources):
-        x = 0
+        x = None
         for k, source in enumerate(sources.values()):
             parts = (None if part is None else part[k] for part in (norm_weight, norm_bias))
-            x = x + weight[k] * (_norm(source, *parts) if norm else source)
+            z = _norm(source, *parts) if norm else source
+            x = weight[k] * z if x is None else torch.addcmul(x, weight[k].to(z.dtype), z)
         return x
 
     state, product = rows.tokens * dim, 2 * count * rows.tokens * dim
     statistics = 2 * count * rows.tokens if norm else 0
     return Case(
         name=name, op="depth_mix", operands=given, run=run, plain=plain,
-        how=f"a loop of layer_norm and add over {count} layers",
+        how=f"a loop of {'layer_norm and ' if norm else ''}addcmul over {count} layers",
         moved=(Moved((count + 1) * state, statistics), Moved((2 * count + 1) * state, statistics)),
         flops=(product, 2 * product),
     )  # fmt: skip

@@ -1,10 +1,12 @@
 """Times ops against plain PyTorch on this machine: forward, and forward with backward.
 
-Both forms take turns in one process, with as many runs each; times are medians. A ratio says how
-many times longer PyTorch takes: the median over the rounds, so it can differ a little from the
-quotient of the two medians. It is reliable only where nothing else runs. The last column is the
-bandwidth as a share of a plain copy's: of the bytes that the op has to move, and empty where matrix
-products take the time. Without an op all are timed. Ctrl-C prints what was measured so far."""
+All forms take turns in one process, with as many runs each; times are medians. A ratio says how
+many times longer the fastest form of PyTorch takes: the median over the rounds, so it can differ a
+little from the quotient of two medians. It is reliable only where nothing else runs. The last
+column is the bandwidth as a share of a plain copy's: of the bytes that the op has to move, and
+empty where matrix products take the time. Without an op all are timed. --compile also times
+PyTorch's form under torch.compile: a few seconds to a minute for each op. Ctrl-C prints what was
+measured so far."""
 
 import argparse
 import json
@@ -12,6 +14,7 @@ import json
 from deepfast.cli.outputs import device_of
 
 EXAMPLE = "deepfast bench layer_norm depth_mix --dtype bfloat16"
+SLOWER = "*"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -23,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
     parser.add_argument("--rounds", type=int, help="runs of each; default: 5; with --quick 3")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile's form, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         with progress(len(ops)) as step:
             for done, op in enumerate(ops):
                 step(done, op)
-                for row in bench_ops.measure(op, sizes, rounds):
+                for row in bench_ops.measure(op, sizes, rounds, args.compile):
                     rows.append(row)
     finally:
         # Also what was measured before Ctrl-C or an error.
@@ -75,18 +79,28 @@ def show(about: str, rows: list[dict]) -> None:
     from deepfast.measure.console import show_table
 
     op, backend = (Column(name, no_wrap=True) for name in ("op", "backend"))
+    columns = [op, "deepfast", backend, "torch", "ratio", "of a copy"]
+    if any("compiled" in row["seconds"] for row in rows):
+        columns[4:4] = ["compiled", "to compile"]
     print(f"{about}; milliseconds")
     for what in dict.fromkeys(row["pass"] for row in rows):
         cells = (_cells(row) for row in rows if row["pass"] == what)
-        show_table([op, "deepfast", backend, "torch", "ratio", "of a copy"], cells, title=what)
+        show_table(columns, cells, title=what)
+    if any(row["ratio"] < 1 for row in rows):
+        print(f"{SLOWER} PyTorch is faster")
     print("What torch runs")
     forms = {row["op"]: row["torch_form"] for row in rows}
     print(*(f"  {op}: {form}" for op, form in forms.items()), sep="\n")
 
 
 def _cells(row: dict) -> list[str]:
-    times = [row["seconds"][name] * 1e3 for name in ("deepfast", "torch")]
-    ours, plain = (f"{ms:.2f}" if ms >= 0.1 else f"{ms:.4f}" for ms in times)
-    fraction = row["fraction_of_copy"]
-    copy = "" if fraction is None else f"{fraction:.0%}"
-    return [row["op"], ours, row["backend"], plain, f"{row['ratio']:.2f}", copy]
+    times = {
+        form: f"{s * 1e3:.2f}" if s >= 1e-4 else f"{s * 1e3:.4f}"
+        for form, s in row["seconds"].items()
+    }
+    compiled = [times["compiled"], f"{row['compile_seconds']:.0f} s"] if "compiled" in times else []
+    ratio, fraction = row["ratio"], row["fraction_of_copy"]
+    return [
+        row["op"], times["deepfast"], row["backend"], times["torch"], *compiled,
+        f"{ratio:.2f}" + SLOWER * (ratio < 1), "" if fraction is None else f"{fraction:.0%}",
+    ]  # fmt: skip

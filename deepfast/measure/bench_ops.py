@@ -1,5 +1,6 @@
 """Times ops against plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -64,27 +65,28 @@ class _Mixing(torch.nn.Module):
         return mixing_alone(self.form, self.connection, y, None)
 
 
-def _connection(
-    s: Sizes, connection: DLCL | AttentionResiduals, forms: dict[str, Callable], plain: str
+def connection(
+    s: Sizes, module: DLCL | AttentionResiduals, forms: dict[str, Callable], plain: str
 ) -> Case:
+    """The connection of a whole stack whose layers do nothing, against another form of it."""
     # Equal weights, as at the start, would hide a mix-up of layers.
     given = {
         name: Computed(p.detach() + 0.1 * torch.randn_like(p))
-        for name, p in connection.named_parameters()
+        for name, p in module.named_parameters()
     }
 
     def run(form: str, y, **parameters):
-        mixing = _Mixing(connection.to(y.device), forms[form])
+        mixing = _Mixing(module.to(y.device), forms[form])
         named = {f"connection.{name}": p for name, p in parameters.items()}
         return functional_call(mixing, named, (y,))
 
-    op = "boundary" if isinstance(connection, DLCL) else "attention_boundary"
+    op = "boundary" if isinstance(module, DLCL) else "attention_boundary"
     # Of both directions together.
     moved = engine_moved(depth_pattern(s.layers + 1, None, 1, 1)) * s.tokens * s.dim
     return Case(
         name="connection", op=op, operands={"y": s.rows.random()} | given,
         run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
-        how=f"{s.layers} layers: {plain}", moved=(Moved(), Moved(moved)),
+        how=f"{s.layers} layers: a {plain}", moved=(Moved(), Moved(moved)),
     )  # fmt: skip
 
 
@@ -111,23 +113,37 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "peephole_lstm": lambda s: sentences.peephole_lstm(
         "", min(32, s.tokens), max(1, s.tokens // min(32, s.tokens)), s.dim // 2
     ),
-    "DLCL": lambda s: _connection(s, DLCL(s.layers, s.dim), FORMS, "stack and sum"),
-    "AttentionResiduals": lambda s: _connection(
-        s, AttentionResiduals(s.layers, s.dim), ATTENTION_FORMS, "stack"
+    "DLCL": lambda s: connection(s, DLCL(s.layers, s.dim), FORMS, "loop of adds"),
+    "AttentionResiduals": lambda s: connection(
+        s, AttentionResiduals(s.layers, s.dim), ATTENTION_FORMS, "list"
     ),
 }
 """The public ops at sizes of a model, and the connections of a whole stack whose layers do nothing.
 """
 
 
-def measure(op: str, sizes: Sizes, rounds: int) -> Iterator[dict]:
-    """A row for each of `PASSES`. Seconds are medians; ``ratio`` is torch's time over deepfast's,
-    the median of the rounds' ratios. ``fraction_of_copy`` is the time of a plain copy of as many
-    bytes over deepfast's; None where matrix products take the time."""
+def measure(op: str, sizes: Sizes, rounds: int, compiled: bool = False) -> Iterator[dict]:
+    """The rows of an op, see `measure_case`."""
     torch.manual_seed(1)
-    case = CASES[op](sizes)
+    return measure_case(op, CASES[op](sizes), sizes, rounds, compiled)
+
+
+def measure_case(
+    name: str, case: Case, sizes: Sizes, rounds: int, compiled: bool
+) -> Iterator[dict]:
+    """A row for each of `PASSES`, in which all forms take turns. ``compiled``: torch's form under
+    `torch.compile` is one of them.
+
+    Seconds are medians; ``ratio`` is the time of the fastest other form over deepfast's, the median
+    of the rounds' ratios. ``fraction_of_copy`` is the time of a plain copy of as many bytes over
+    deepfast's; None where matrix products take the time. ``compile_seconds`` has what the first
+    call of the compiled form took.
+    """
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    both: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
+    forms: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
+    if compiled:
+        torch.compiler.reset()
+        forms["compiled"] = torch.compile(forms["torch"], fullgraph=True, dynamic=False)
 
     def run(form: Callable, backward: bool, cotangents: list):
         outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
@@ -138,20 +154,26 @@ def measure(op: str, sizes: Sizes, rounds: int) -> Iterator[dict]:
         return torch.autograd.grad(outputs, list(leaves.values()), cotangents)
 
     for number, what in enumerate(PASSES):
-        runs = {name: partial(run, form, number == 1, []) for name, form in both.items()}
+        runs = {form: partial(run, call, number == 1, []) for form, call in forms.items()}
         with backend.record() as ran:
             runs["deepfast"]()
+        begin = time.perf_counter()
+        if compiled:
+            runs["compiled"]()
+        seconds = time.perf_counter() - begin
         timed = partial(interleave, repeats=rounds, clock=clock_of(sizes.device))
         found, fraction = timed(runs), None
         nbytes = sum(moved.nbytes(sizes.dtype) for moved in case.moved[: number + 1])
+        best = min((found[form] for form in forms if form != "deepfast"), key=lambda r: r.median)
         if nbytes:
             # Not in turns with the forms: the first one after it would find other caches.
             found |= timed({COPY: copy_variant(nbytes // 2, sizes.device)[0]})
             fraction = found[COPY].median / found["deepfast"].median
         yield {
-            "op": op, "pass": what, "torch_form": case.how,
+            "op": name, "pass": what, "torch_form": case.how,
             "backend": "+".join(sorted({by for _, by in ran})),
-            "seconds": {name: row.median for name, row in found.items()},
-            "ratio": ratio(found["torch"], found["deepfast"]),
+            "seconds": {form: row.median for form, row in found.items()},
+            "ratio": ratio(best, found["deepfast"]),
+            "compile_seconds": seconds if compiled else None,
             "moved_bytes": nbytes or None, "fraction_of_copy": fraction,
         }  # fmt: skip

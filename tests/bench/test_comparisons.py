@@ -1,11 +1,12 @@
 """The benchmarks beside plain PyTorch, at toy sizes: their tables, and that work is the same."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import attention, claims, depth, encoder, gradients, overhead, record
+from bench import attention, claims, compiled, depth, encoder, gradients, overhead, record
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +149,17 @@ def test_claims(results, monkeypatch, group):
     assert {key for key, _ in rows} <= known
     assert len(rows) >= 4
     assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())
+
+
+def test_compiled(results, monkeypatch, capsys):
+    """A row has two numbers, both of which are recorded."""
+    make, sizes = compiled.ROWS["depth_mix_8_fp32"]
+    monkeypatch.setitem(compiled.ROWS, "depth_mix_8_fp32", (make, replace(sizes, tokens=4, dim=8)))
+    monkeypatch.setattr(compiled, "keep_memory", lambda: None)
+    assert compiled.main(["depth_mix_8_fp32", "--rounds", "1"]) == 0
+    assert {key for key, _ in record.read()} == {
+        "compiled_depth_mix_8_fp32", "compiled_depth_mix_8_fp32_backward",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert compiled.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == list(compiled.ROWS)
