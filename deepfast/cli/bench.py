@@ -79,15 +79,17 @@ def show(about: str, rows: list[dict]) -> None:
     from deepfast.measure.console import show_table
 
     op, backend = (Column(name, no_wrap=True) for name in ("op", "backend"))
-    columns = [op, "deepfast", backend, "torch", "ratio", "of a copy"]
-    if any("compiled" in row["seconds"] for row in rows):
-        columns[4:4] = ["compiled", "to compile"]
+    compiling = [row["compile_seconds"] for row in rows if row["compile_seconds"] is not None]
+    compiled = ["compiled"] if compiling else []
+    columns = [op, "deepfast", backend, "torch", *compiled, "ratio", "of a copy"]
     print(f"{about}; milliseconds")
     for what in dict.fromkeys(row["pass"] for row in rows):
         cells = (_cells(row) for row in rows if row["pass"] == what)
         show_table(columns, cells, title=what)
     if any(row["ratio"] < 1 for row in rows):
         print(f"{SLOWER} PyTorch is faster")
+    if compiling:
+        print(f"torch.compile took {sum(compiling):.0f} s")
     print("What torch runs")
     forms = {row["op"]: row["torch_form"] for row in rows}
     print(*(f"  {op}: {form}" for op, form in forms.items()), sep="\n")
@@ -98,7 +100,7 @@ def _cells(row: dict) -> list[str]:
         form: f"{s * 1e3:.2f}" if s >= 1e-4 else f"{s * 1e3:.4f}"
         for form, s in row["seconds"].items()
     }
-    compiled = [times["compiled"], f"{row['compile_seconds']:.0f} s"] if "compiled" in times else []
+    compiled = [times["compiled"]] if "compiled" in times else []
     ratio, fraction = row["ratio"], row["fraction_of_copy"]
     return [
         row["op"], times["deepfast"], row["backend"], times["torch"], *compiled,
