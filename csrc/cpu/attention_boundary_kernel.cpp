@@ -125,7 +125,7 @@ void forward(const AttentionBoundaryForward& op, int64_t begin, int64_t end) {
           A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
     }
     attend_near<T>(op, t, end, near, mixed);
-    store_output<T>(op, t, mixed);
+    store_output<T, 1>(op, t, mixed);
   }
 }
 
@@ -209,13 +209,12 @@ template <class T>
 void backward(const AttentionBoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
-  Scratch<A> g(dim), x(dim), n(dim), v(dim), u(dim);
+  Scratch<A> g(dim), x(dim), v(dim), u(dim);
   const Near<T> near(op.near.count);
   Pulls<T> pulls(op, chunk);
   for (int64_t t = begin; t < end; ++t) {
     if (op.dout.data != nullptr || is_softmax(op)) attend_near<T>(op, t, end, near, x);
-    memcpy(n.get(), x.get(), dim * sizeof(A));
-    output_gradient<T>(op, t, chunk, n, g);
+    output_gradient<T, 1>(op, t, chunk, x, g);
     // The state is read before the gradient is stored: the gradient may overwrite a slot of its
     // buffer.
     load_row(row_of<T>(op.states, op.k, t), v.get(), dim);

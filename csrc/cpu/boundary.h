@@ -1,4 +1,4 @@
-// The ends of a boundary, one token at a time: the push of a state, the norm of the output, and the
+// The ends of a boundary, a few tokens at a time: the push of a state, the norm of the output, and the
 // gradients of both. What lies between them, the mix of the states, is the kernel's own.
 #pragma once
 
@@ -7,61 +7,79 @@
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
-// y = residual + dropout(branch) in scratch memory.
+// y = residual + dropout(branch) of token `t`, in scratch memory.
 template <class T, class Launch>
 DEEPFAST_INLINE void load_push(const Launch& op, int64_t t, compute_t<T>* row) {
-  load_row(row_of<T>(op.branch, t), row, op.D);
-  if (op.dropout.threshold > 0) dropout_row<compute_t<T>>(op.dropout, t, row, op.D);
-  if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row, op.D);
+  using A = compute_t<T>;
+  const T* branch = row_of<T>(op.branch, t);
+  const T* residual = op.residual.data == nullptr ? nullptr : row_of<T>(op.residual, t);
+  const auto put = [&](auto lanes, int64_t d, auto y) {
+    if (residual != nullptr) y += load(lanes, residual + d);
+    store(lanes, row + d, y);
+  };
+  if (op.dropout.threshold == 0)
+    for_lanes<A>(op.D, [&](auto lanes, int64_t d) { put(lanes, d, load(lanes, branch + d)); });
+  else
+    for_drawn_lanes<A>(op.dropout, t, op.D, [&](auto lanes, int64_t d, const uint16_t* draws) {
+      put(lanes, d, dropped<A>(lanes, load(lanes, branch + d), draws, op.dropout));
+    });
 }
 
-// x and, where it is wanted, out = norm(x), from x in scratch memory.
-template <class T, class Launch>
+// x and, where it is wanted, out = norm(x) of R tokens from `t` on, from x in scratch memory.
+template <class T, int R, class Launch>
 DEEPFAST_INLINE void store_output(const Launch& op, int64_t t, const compute_t<T>* x) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
-  if (op.x.data != nullptr) store_row(x, row_of<T>(op.x, t), dim);
+  if (op.x.data != nullptr)
+    for (int r = 0; r < R; ++r) store_row(x + r * dim, row_of<T>(op.x, t + r), dim);
   if (op.out.data == nullptr) return;
   const A *weight = at<A>(op.out_norm_weight, 0), *bias = at<A>(op.out_norm_bias, 0);
-  const auto m = moments<A>(x, dim, static_cast<A>(op.out_eps), op.out_rms);
-  T* out = row_of<T>(op.out, t);
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    const auto n = (load(lanes, x + d) - m.mean) * m.rstd;
-    store(lanes, out + d, affine(lanes, n, weight, bias, d));
-  });
-  if (!op.out_rms) *at<A>(op.out_mean, t) = m.mean;
-  *at<A>(op.out_rstd, t) = m.rstd;
+  const A* row[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) row[r] = x + r * dim;
+  Moments<A> m[R];
+  moments_of_each<A, R>(row, dim, static_cast<A>(op.out_eps), m, op.out_rms);
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    T* out = row_of<T>(op.out, t + r);
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      const auto n = (load(lanes, row[r] + d) - m[r].mean) * m[r].rstd;
+      store(lanes, out + d, affine(lanes, n, weight, bias, d));
+    });
+    if (!op.out_rms) *at<A>(op.out_mean, t + r) = m[r].mean;
+    *at<A>(op.out_rstd, t + r) = m[r].rstd;
+  }
 }
 
-// d *= weight, where there is one.
-template <class A>
-DEEPFAST_INLINE void scale_row(A* d, const A* weight, int64_t dim) {
-  if (weight == nullptr) return;
-  for_lanes<A>(dim, [&](auto lanes, int64_t i) {
-    store(lanes, d + i, load(lanes, d + i) * load(lanes, weight + i));
-  });
-}
-
-// g, the gradient of x: dx plus the gradient through the output's norm. With a dout, `x` holds x,
-// and afterwards x normalised.
-template <class T, class Launch>
-DEEPFAST_INLINE void output_gradient(const Launch& op, int64_t t, int64_t chunk, compute_t<T>* x,
-                                     compute_t<T>* g) {
+// g, the gradient of x of R tokens: dx plus the gradient through the output's norm. With a dout, `x`
+// holds x.
+template <class T, int R, class Launch>
+DEEPFAST_INLINE void output_gradient(const Launch& op, int64_t t, int64_t chunk,
+                                     const compute_t<T>* x, compute_t<T>* g) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
   if (op.dout.data == nullptr) {
-    load_row(row_of<T>(op.dx, t), g, dim);
+    for (int r = 0; r < R; ++r) load_row(row_of<T>(op.dx, t + r), g + r * dim, dim);
     return;
   }
-  const A mean = op.out_rms ? A(0) : *at<A>(op.out_mean, t), rstd = *at<A>(op.out_rstd, t);
-  for_lanes<A>(
-      dim, [&](auto lanes, int64_t d) { store(lanes, x + d, (load(lanes, x + d) - mean) * rstd); });
-  load_row(row_of<T>(op.dout, t), g, dim);
-  accumulate_affine<A>(g, x, at<A>(op.dout_norm_weight, chunk * dim),
-                       at<A>(op.dout_norm_bias, chunk * dim), dim);
-  scale_row<A>(g, at<A>(op.out_norm_weight, 0), dim);
-  norm_backward_row<A>(g, x, rstd, dim, op.out_rms);
-  if (op.dx.data != nullptr) add_row(row_of<T>(op.dx, t), g, dim);
+  const T *dout[R], *dx[R];
+  A mean[R], rstd[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    dout[r] = row_of<T>(op.dout, t + r);
+    dx[r] = op.dx.data == nullptr ? nullptr : row_of<T>(op.dx, t + r);
+    mean[r] = op.out_rms ? A(0) : *at<A>(op.out_mean, t + r);
+    rstd[r] = *at<A>(op.out_rstd, t + r);
+  }
+  const Affine<A> norm{at<A>(op.out_norm_weight, 0), at<A>(op.dout_norm_weight, chunk * dim),
+                       at<A>(op.dout_norm_bias, chunk * dim)};
+  norm_gradient<A, R>(
+      dim, norm, op.out_rms, rstd,
+      [&](auto lanes, int r, int64_t d) { return load(lanes, dout[r] + d); },
+      [&](auto lanes, int r, int64_t d) {
+        return (load(lanes, x + r * dim + d) - mean[r]) * rstd[r];
+      },
+      [&](auto lanes, int r, int64_t d, auto value) {
+        if (dx[r] != nullptr) value += load(lanes, dx[r] + d);
+        store(lanes, g + r * dim + d, value);
+      });
 }
 
 // u, the gradient of the pushed y, as those of residual and branch. It overwrites u.

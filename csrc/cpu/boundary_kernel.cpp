@@ -1,4 +1,4 @@
-// Everything between two layers' matrix products, one token at a time. In order: residual and
+// Everything between two layers' matrix products, a few tokens at a time. In order: residual and
 // dropout, the source's layer-norm, the write of the state, the recent states' share of the mix, and
 // the next layer's first layer-norm. Each operand is read once and each result is written once.
 // Backward recomputes the mix from the states, so it is not stored. `partial` is the sum over the
@@ -9,164 +9,274 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// A near source, with its addresses computed once for all tokens.
-template <class T>
-struct Source {
-  const T* state;  // at token 0
-  const compute_t<T>*norm_weight, *norm_bias, *weight;
+// Tokens that are taken at once: their horizontal sums overlap, and they share what they load of the
+// parameters.
+constexpr int kTokens = 2;
+// Rows whose gradients are pulled at once.
+constexpr int kPulled = 4;
+
+// The near sources, and what all tokens share: the factors w_k * norm_weight_k and the sum of
+// w_k * norm_bias_k. Without weights per channel and norms, a factor is the weight alone.
+template <class T, bool kChannel>
+class NearSources {
+  using A = compute_t<T>;
+
+ public:
+  template <class Launch>
+  explicit NearSources(const Launch& op)
+      : count_(op.near.count),
+        dim_(op.D),
+        stride_(op.states.row_stride),
+        state_(count_),
+        weight_(count_),
+        factor_(kChannel ? count_ * op.D : 0),
+        bias_(kChannel ? op.D : 0) {
+    if constexpr (kChannel) memset(bias_.get(), 0, op.D * sizeof(A));
+    for (int64_t i = 0; i < count_; ++i) {
+      const int64_t k = op.near[i];
+      state_[i] = row_of<T>(op.states, k, 0);
+      weight_[i] = weight_of<A>(op.weight, op.k, k, op.R);
+      if constexpr (kChannel) {
+        const A *norm_weight = at<A>(op.norm_weight, k * op.D),
+                *norm_bias = at<A>(op.norm_bias, k * op.D);
+        for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
+          const auto w =
+              op.weight.per_channel ? load(lanes, weight_[i] + d) : broadcast(lanes, *weight_[i]);
+          store(lanes, factor_ + i * op.D + d, affine<A>(lanes, w, norm_weight, nullptr, d));
+          if (norm_bias != nullptr)
+            store(lanes, bias_ + d, load(lanes, bias_ + d) + w * load(lanes, norm_bias + d));
+        });
+      }
+    }
+  }
+
+  // x = partial + sum over the near sources of W[k, j] z_j, of R tokens from `t` on. The sums stay in
+  // registers over all sources. One token after another: each more row of a source is one more stream
+  // from memory.
+  template <int R, class Launch>
+  DEEPFAST_INLINE void mix(const Launch& op, int64_t t, A* x) const {
+    constexpr int N = kLanes<A>, V = 4;
+    for (int r = 0; r < R; ++r, ++t, x += dim_) {
+      int64_t d = 0;
+      for (; d + V * N <= dim_; d += V * N) mix_registers<N, V>(op, t, d, x);
+      for (; d + N <= dim_; d += N) mix_registers<N, 1>(op, t, d, x);
+      for (; d < dim_; ++d) mix_registers<1, 1>(op, t, d, x);
+    }
+  }
+
+ private:
+  template <int N, int V, class Launch>
+  DEEPFAST_INLINE void mix_registers(const Launch& op, int64_t t, int64_t d, A* x) const {
+    constexpr Lanes<N> lanes;
+    vec_t<A, N> sum[V];
+    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+      sum[v] = kChannel ? load(lanes, bias_ + d + v * N) : vec_t<A, N>{};
+      if (op.partial.data != nullptr) sum[v] += load(lanes, row_of<T>(op.partial, t) + d + v * N);
+    }
+    for (int64_t i = 0; i < count_; ++i) {
+      const T* n = state_[i] + t * stride_ + d;
+      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+        const auto factor =
+            kChannel ? load(lanes, factor_ + i * dim_ + d + v * N) : broadcast(lanes, *weight_[i]);
+        sum[v] += factor * load(lanes, n + v * N);
+      }
+    }
+    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
+  }
+
+  int64_t count_, dim_, stride_;
+  Scratch<const T*> state_;
+  Scratch<const A*> weight_;
+  Scratch<A> factor_, bias_;
 };
 
-template <class T, class Launch>
-void find_sources(const Launch& op, Source<T>* sources) {
-  using A = compute_t<T>;
-  for (int64_t i = 0; i < op.near.count; ++i) {
-    const int64_t j = op.near[i];
-    sources[i] = {row_of<T>(op.states, j, 0), at<A>(op.norm_weight, j * op.D),
-                  at<A>(op.norm_bias, j * op.D), weight_of<A>(op.weight, op.k, j, op.R)};
-  }
-}
-
-// x = partial + sum over the near sources of W[k, j] z_j, V vectors of channels at a time. The sum
-// stays in registers over all sources.
-template <class T, int N, int V, bool PerChannel, class Launch>
-DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sources, int64_t t,
-                                        int64_t d, compute_t<T>* x) {
-  using A = compute_t<T>;
-  constexpr Lanes<N> lanes;
-  vec_t<A, N> sum[V];
-  for (int v = 0; v < V; ++v)
-    sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
-                                        : vec_t<A, N>{};
-  for (int64_t i = 0; i < op.near.count; ++i) {
-    const T* n = sources[i].state + t * op.states.row_stride + d;
-    const A *norm_weight = sources[i].norm_weight, *norm_bias = sources[i].norm_bias;
-    const A* weight = sources[i].weight;
-    for (int v = 0; v < V; ++v) {
-      const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
-      sum[v] += w * affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
-    }
-  }
-  for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
-}
-
-template <class T, bool PerChannel, class Launch>
-DEEPFAST_INLINE void mix_near_row(const Launch& op, const Source<T>* sources, int64_t t,
-                                  compute_t<T>* x) {
-  constexpr int N = kLanes<compute_t<T>>, V = 4;
-  int64_t d = 0;
-  for (; d + V * N <= op.D; d += V * N)
-    mix_near_registers<T, N, V, PerChannel>(op, sources, t, d, x);
-  for (; d + N <= op.D; d += N) mix_near_registers<T, N, 1, PerChannel>(op, sources, t, d, x);
-  for (; d < op.D; ++d) mix_near_registers<T, 1, 1, PerChannel>(op, sources, t, d, x);
-}
-
-template <class T, class Launch>
-DEEPFAST_INLINE void mix_near(const Launch& op, const Source<T>* sources, int64_t t,
-                              compute_t<T>* x) {
-  op.weight.per_channel ? mix_near_row<T, true>(op, sources, t, x)
-                        : mix_near_row<T, false>(op, sources, t, x);
-}
-
 // y, normalised or not, into its slot.
-template <class T>
-DEEPFAST_INLINE void push(const BoundaryForward& op, int64_t t, compute_t<T>* row) {
+template <class T, int R>
+DEEPFAST_INLINE void push(const BoundaryForward& op, int64_t t, compute_t<T>* rows) {
   using A = compute_t<T>;
-  load_push<T>(op, t, row);
-  T* state = row_of<T>(op.states, op.k, t);
-  if (!op.norm_source) {
-    store_row(row, state, op.D);
+  const A* row[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    load_push<T>(op, t + r, rows + r * op.D);
+    row[r] = rows + r * op.D;
+  }
+  Moments<A> m[R] = {};
+  if (op.norm_source)
+    moments_of_each<A, R>(row, op.D, static_cast<A>(op.source_eps), m, op.source_rms);
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    T* state = row_of<T>(op.states, op.k, t + r);
+    if (!op.norm_source) {
+      store_row(row[r], state, op.D);
+      continue;
+    }
+    for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
+      store(lanes, state + d, (load(lanes, row[r] + d) - m[r].mean) * m[r].rstd);
+    });
+    *at<A>(op.source_rstd, t + r) = m[r].rstd;
+  }
+}
+
+template <class T, bool kChannel>
+void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
+  Scratch<compute_t<T>> rows(kTokens * op.D);
+  const NearSources<T, kChannel> sources(op);
+  const auto tokens = [&](auto count, int64_t t) {
+    if (op.branch.data != nullptr) push<T, count.n>(op, t, rows);
+    sources.template mix<count.n>(op, t, rows);
+    store_output<T, count.n>(op, t, rows);
+  };
+  int64_t t = begin;
+  for (; t + kTokens <= end; t += kTokens) tokens(Lanes<kTokens>{}, t);
+  for (; t < end; ++t) tokens(Lanes<1>{}, t);
+}
+
+// u += weight * g and dweight += <g, z> for P rows from the i-th on of those that read the state, and
+// R tokens. Per channel dweight += g * z goes to the chunk's sums, else to `dots`.
+template <class T, int R, int P, class G>
+DEEPFAST_INLINE void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
+                          const G* const (&grads)[P][R], const compute_t<T>* n,
+                          RowSum<compute_t<T>>* dots, compute_t<T>* u) {
+  using A = compute_t<T>;
+  const int64_t dim = op.D;
+  const bool per_channel = op.weight.per_channel;
+  const A *norm_weight = at<A>(op.norm_weight, op.k * dim),
+          *norm_bias = at<A>(op.norm_bias, op.k * dim);
+  const A* weight[P];
+  A* dweight[P];
+  RowSum<A> dot[P];
+  DEEPFAST_UNROLL for (int p = 0; p < P; ++p) {
+    weight[p] = weight_of<A>(op.weight, op.pull_rows[i + p], op.k, op.R);
+    dweight[p] = at<A>(op.dweight.data, (chunk * op.pull_rows.count + i + p) * op.weight.width);
+  }
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    vec_t<A, lanes.n> z[R], sum[R];
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+      z[r] = affine(lanes, load(lanes, n + r * dim + d), norm_weight, norm_bias, d);
+      sum[r] = load(lanes, u + r * dim + d);
+    }
+    DEEPFAST_UNROLL for (int p = 0; p < P; ++p) {
+      const auto w = per_channel ? load(lanes, weight[p] + d) : broadcast(lanes, *weight[p]);
+      auto product = broadcast(lanes, A(0));
+      DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+        const auto g = load(lanes, grads[p][r] + d);
+        sum[r] += w * g;
+        product += g * z[r];
+      }
+      if (!per_channel)
+        dot[p].add(product);
+      else if (dweight[p] != nullptr)
+        store(lanes, dweight[p] + d, load(lanes, dweight[p] + d) + product);
+    }
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) store(lanes, u + r * dim + d, sum[r]);
+  });
+  DEEPFAST_UNROLL for (int p = 0; p < P; ++p) dots[i + p].add(dot[p]);
+}
+
+template <class T, int R, int P>
+DEEPFAST_INLINE void pull_stored(const BoundaryBackward& op, int64_t t, int64_t chunk, int64_t i,
+                                 const compute_t<T>* n, RowSum<compute_t<T>>* dots,
+                                 compute_t<T>* u) {
+  const T* grads[P][R];
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) grads[p][r] = row_of<T>(op.grads, op.pull_slots[i + p], t + r);
+  pull<T, R, P>(op, chunk, i, grads, n, dots, u);
+}
+
+template <class T, int R>
+DEEPFAST_INLINE void pull_all(const BoundaryBackward& op, int64_t t, int64_t chunk,
+                              const compute_t<T>* g, const compute_t<T>* n,
+                              RowSum<compute_t<T>>* dots, compute_t<T>* u) {
+  int64_t i = 0;
+  // This row's gradient is still in scratch memory, in full precision.
+  if (op.pull_rows.count > 0 && op.pull_rows[0] == op.k) {
+    const compute_t<T>* own[1][R];
+    for (int r = 0; r < R; ++r) own[0][r] = g + r * op.D;
+    pull<T, R, 1>(op, chunk, i++, own, n, dots, u);
+  }
+  for (; i + kPulled <= op.pull_rows.count; i += kPulled)
+    pull_stored<T, R, kPulled>(op, t, chunk, i, n, dots, u);
+  for (; i < op.pull_rows.count; ++i) pull_stored<T, R, 1>(op, t, chunk, i, n, dots, u);
+}
+
+// The gradient of the pushed y from u, that of z, in place.
+template <class T, int R>
+DEEPFAST_INLINE void source_gradient(const BoundaryBackward& op, int64_t t, int64_t chunk,
+                                     const compute_t<T>* n, compute_t<T>* u) {
+  using A = compute_t<T>;
+  const int64_t dim = op.D;
+  const Affine<A> norm{at<A>(op.norm_weight, op.k * dim), at<A>(op.dnorm_weight, chunk * dim),
+                       at<A>(op.dnorm_bias, chunk * dim)};
+  const auto u_of = [&](auto lanes, int r, int64_t d) { return load(lanes, u + r * dim + d); };
+  const auto n_of = [&](auto lanes, int r, int64_t d) { return load(lanes, n + r * dim + d); };
+  const auto put = [&](auto lanes, int r, int64_t d, auto value) {
+    store(lanes, u + r * dim + d, value);
+  };
+  if (op.norm_source) {
+    A rstd[R];
+    for (int r = 0; r < R; ++r) rstd[r] = *at<A>(op.source_rstd, t + r);
+    norm_gradient<A, R>(dim, norm, op.source_rms, rstd, u_of, n_of, put);
     return;
   }
-  const auto m = moments<A>(row, op.D, static_cast<A>(op.source_eps), op.source_rms);
-  for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
-    store(lanes, state + d, (load(lanes, row + d) - m.mean) * m.rstd);
-  });
-  *at<A>(op.source_rstd, t) = m.rstd;
+  for (int r = 0; r < R; ++r)
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+      const auto own = u_of(lanes, r, d);
+      if (norm.dweight != nullptr)
+        store(lanes, norm.dweight + d, load(lanes, norm.dweight + d) + own * n_of(lanes, r, d));
+      if (norm.dbias != nullptr) store(lanes, norm.dbias + d, load(lanes, norm.dbias + d) + own);
+      put(lanes, r, d, affine<A>(lanes, own, norm.weight, nullptr, d));
+    });
 }
 
-template <class T>
-void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
-  using A = compute_t<T>;
-  Scratch<A> row(op.D), mixed(op.D);
-  Scratch<Source<T>> sources(op.near.count);
-  find_sources<T>(op, sources.get());
-  for (int64_t t = begin; t < end; ++t) {
-    if (op.branch.data != nullptr) push<T>(op, t, row);
-    mix_near<T>(op, sources.get(), t, mixed);
-    store_output<T>(op, t, mixed);
-  }
-}
-
-// u += weight * g and dweight += <g, z> (or, per channel, += g * z), where
-// z = n * norm_weight + norm_bias.
-template <class T>
-DEEPFAST_INLINE void pull_row(const T* g, const compute_t<T>* z, const compute_t<T>* weight,
-                              bool per_channel, compute_t<T>* dweight, compute_t<T>* u,
-                              int64_t dim) {
-  using A = compute_t<T>;
-  RowSum<A> dot;
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    const auto b = load(lanes, g + d);
-    const auto w = per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
-    store(lanes, u + d, load(lanes, u + d) + w * b);
-    if (dweight != nullptr) {
-      const auto product = b * load(lanes, z + d);
-      if (per_channel)
-        store(lanes, dweight + d, load(lanes, dweight + d) + product);
-      else
-        dot.add(product);
-    }
-  });
-  if (dweight != nullptr && !per_channel) *dweight += dot.total();
-}
-
-template <class T>
+template <class T, bool kChannel>
 void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.D, pulls = op.pull_rows.count;
-  const A *norm_weight = at<A>(op.norm_weight, op.k * dim),
-          *norm_bias = at<A>(op.norm_bias, op.k * dim);
-  Scratch<A> g(dim), n(dim), z(dim), u(dim);
-  Scratch<Source<T>> sources(op.near.count);
-  find_sources<T>(op, sources.get());
-  for (int64_t t = begin; t < end; ++t) {
-    if (op.dout.data != nullptr) mix_near<T>(op, sources.get(), t, n);
-    output_gradient<T>(op, t, chunk, n, g);
-    // The state is read before the gradient is stored: the gradient may overwrite a slot of its
-    // buffer.
-    load_row(row_of<T>(op.states, op.k, t), n.get(), dim);
-    store_row(g.get(), row_of<T>(op.grads, op.grad_slot, t), dim);
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, z + d, affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d));
-    });
-    load_pulled<T>(op, t, u);
-    for (int64_t i = 0; i < pulls; ++i) {
-      A* dweight = at<A>(op.dweight.data, (chunk * pulls + i) * op.weight.width);
-      const A* weight = weight_of<A>(op.weight, op.pull_rows[i], op.k, op.R);
-      const bool per_channel = op.weight.per_channel;
-      // This row's gradient is still in scratch memory, in full precision.
-      if (i == 0 && op.pull_rows[0] == op.k)
-        pull_row<A>(g, z, weight, per_channel, dweight, u, dim);
-      else
-        pull_row<T>(row_of<T>(op.grads, op.pull_slots[i], t), z, weight, per_channel, dweight, u,
-                    dim);
+  Scratch<A> x(kTokens * dim), g(kTokens * dim), u(kTokens * dim);
+  Scratch<RowSum<A>> dots(pulls);
+  for (int64_t i = 0; i < pulls; ++i) dots[i] = {};
+  const NearSources<T, kChannel> sources(op);
+  const auto tokens = [&](auto count, int64_t t) {
+    constexpr int R = count.n;
+    if (op.dout.data != nullptr) sources.template mix<R>(op, t, x);
+    output_gradient<T, R>(op, t, chunk, x, g);
+    A* n = x;
+    for (int r = 0; r < R; ++r) {
+      // The state is read before the gradient is stored: the gradient may overwrite a slot of its
+      // buffer.
+      load_row(row_of<T>(op.states, op.k, t + r), n + r * dim, dim);
+      store_row(g + r * dim, row_of<T>(op.grads, op.grad_slot, t + r), dim);
+      load_pulled<T>(op, t + r, u + r * dim);
     }
-    accumulate_affine<A>(u, n, at<A>(op.dnorm_weight, chunk * dim),
-                         at<A>(op.dnorm_bias, chunk * dim), dim);
-    scale_row<A>(u, norm_weight, dim);
-    if (op.norm_source) norm_backward_row<A>(u, n, *at<A>(op.source_rstd, t), dim, op.source_rms);
-    store_push_gradient<T>(op, t, u);
-  }
+    pull_all<T, R>(op, t, chunk, g, n, dots, u);
+    source_gradient<T, R>(op, t, chunk, n, u);
+    for (int r = 0; r < R; ++r) store_push_gradient<T>(op, t + r, u + r * dim);
+  };
+  int64_t t = begin;
+  for (; t + kTokens <= end; t += kTokens) tokens(Lanes<kTokens>{}, t);
+  for (; t < end; ++t) tokens(Lanes<1>{}, t);
+  if (op.weight.per_channel || op.dweight.data == nullptr) return;
+  for (int64_t i = 0; i < pulls; ++i) *at<A>(op.dweight.data, chunk * pulls + i) = dots[i].total();
+}
+
+// Calls f(storage type, whether sources have factors per channel).
+template <class Launch, class F>
+DEEPFAST_INLINE void with_kind(const Launch& op, const F& f) {
+  with_storage(op.storage, [&](auto type) {
+    op.weight.per_channel || op.norm_weight != nullptr ? f(type, Lanes<1>{}) : f(type, Lanes<0>{});
+  });
 }
 
 }  // namespace
 
 void boundary_forward(const BoundaryForward& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
+  with_kind(op, [&](auto type, auto channel) {
+    forward<decltype(type), channel.n != 0>(op, begin, end);
+  });
 }
 
 void boundary_backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
+  with_kind(op, [&](auto type, auto channel) {
+    backward<decltype(type), channel.n != 0>(op, begin, end, chunk);
+  });
 }
 
 }  // namespace DEEPFAST_ISA

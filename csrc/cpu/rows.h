@@ -154,7 +154,12 @@ struct Each {
 // cheaper than writing a converted copy.
 template <class T, int kRows, class A = compute_t<T>>
 DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim, A eps,
-                                     Moments<A> (&found)[kRows]) {
+                                     Moments<A> (&found)[kRows], bool rms = false) {
+  if (rms) {
+    DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) found[r] =
+        moments_without_mean(rows[r], dim, eps);
+    return;
+  }
   const auto sum =
       sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
         DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) s.row[r].add(load(lanes, rows[r] + d));
@@ -162,8 +167,8 @@ DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim,
   A mean[kRows];
   DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) mean[r] =
       sum.row[r].total() / static_cast<A>(dim);
-  const auto rest = sum_over_lanes<A, Each<RowSums<A>, kRows>, kRows == 1 ? 4 : 2>(
-      dim, [&](auto lanes, int64_t d, auto& s) {
+  const auto rest =
+      sum_over_lanes<A, Each<RowSums<A>, kRows>, 2>(dim, [&](auto lanes, int64_t d, auto& s) {
         DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
           const auto c = load(lanes, rows[r] + d) - mean[r];
           s.row[r].first.add(c);
@@ -180,9 +185,8 @@ DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim,
 
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = false) {
-  if (rms) return moments_without_mean(row, dim, eps);
   Moments<A> found[1];
-  moments_of_each<T, 1>({row}, dim, eps, found);
+  moments_of_each<T, 1>({row}, dim, eps, found, rms);
   return found[0];
 }
 
@@ -195,42 +199,45 @@ DEEPFAST_INLINE vec_t<A, N> affine(Lanes<N> lanes, vec_t<A, N> n, const A* weigh
   return n;
 }
 
-// out += weight * (n * norm_weight + norm_bias), weight one value or one per channel.
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE void mix_row(const T* n, const A* norm_weight, const A* norm_bias, const A* weight,
-                             bool per_channel, A* out, int64_t dim) {
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    const auto z = affine(lanes, load(lanes, n + d), norm_weight, norm_bias, d);
-    const auto w = per_channel ? load(lanes, weight + d) : broadcast(lanes, *weight);
-    store(lanes, out + d, load(lanes, out + d) + w * z);
-  });
-}
-
-// Gradient of the input of a layer-norm row: `dn` is the gradient of the normalised row `n`.
-//   dy = rstd * (dn - mean(dn) - n * mean(dn * n)); written over dn. With rms, mean(dn) counts as 0.
+// The weight of an affine map, and where the gradients of weight and bias are added; each may be null.
 template <class A>
-DEEPFAST_INLINE void norm_backward_row(A* dn, const A* n, A rstd, int64_t dim, bool rms = false) {
-  const auto sums = sum_over_lanes<A, RowSums<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
-    const auto g = load(lanes, dn + d);
-    s.first.add(g);
-    s.second.add(g * load(lanes, n + d));
-  });
-  const A a = rms ? A(0) : sums.first.total() / static_cast<A>(dim);
-  const A b = sums.second.total() / static_cast<A>(dim);
-  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    store(lanes, dn + d, rstd * (load(lanes, dn + d) - a - load(lanes, n + d) * b));
-  });
-}
+struct Affine {
+  const A* weight;
+  A *dweight, *dbias;
+};
 
-// dweight[d] += grad[d] * n[d] and dbias[d] += grad[d], each where it is not null.
-template <class A>
-DEEPFAST_INLINE void accumulate_affine(const A* grad, const A* n, A* dweight, A* dbias,
-                                       int64_t dim) {
+// The gradient of R rows through y = n * weight + bias, n = LN(x), from g, the gradient of y:
+//   dn = g * weight,  dx = rstd * (dn - n * mean(dn * n) - mean(dn)),  dweight += g * n,  dbias += g
+// g(lanes, r, d) and n(lanes, r, d) give values of row r, put(lanes, r, d, dx) takes them. With rms
+// mean(dn) counts as 0. In this order: fused into one rounding, dn - mean(dn) would not be 0 for one
+// channel.
+template <class A, int R, class G, class Normalised, class Put>
+DEEPFAST_INLINE void norm_gradient(int64_t dim, const Affine<A>& norm, bool rms, const A (&rstd)[R],
+                                   const G& g, const Normalised& n, const Put& put) {
+  const auto sums =
+      sum_over_lanes<A, Each<RowSums<A>, R>, 2>(dim, [&](auto lanes, int64_t d, auto& total) {
+        auto products = broadcast(lanes, A(0)), grads = products;
+        DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+          const auto own = g(lanes, r, d), value = n(lanes, r, d);
+          const auto dn = affine<A>(lanes, own, norm.weight, nullptr, d);
+          products += own * value, grads += own;
+          total.row[r].first.add(dn), total.row[r].second.add(dn * value);
+        }
+        if (norm.dweight != nullptr)
+          store(lanes, norm.dweight + d, load(lanes, norm.dweight + d) + products);
+        if (norm.dbias != nullptr)
+          store(lanes, norm.dbias + d, load(lanes, norm.dbias + d) + grads);
+      });
+  A first[R], second[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    first[r] = rms ? A(0) : sums.row[r].first.total() / static_cast<A>(dim);
+    second[r] = sums.row[r].second.total() / static_cast<A>(dim);
+  }
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    const auto g = load(lanes, grad + d);
-    if (dweight != nullptr)
-      store(lanes, dweight + d, load(lanes, dweight + d) + g * load(lanes, n + d));
-    if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + g);
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+      const auto dn = affine<A>(lanes, g(lanes, r, d), norm.weight, nullptr, d);
+      put(lanes, r, d, rstd[r] * (dn - n(lanes, r, d) * second[r] - first[r]));
+    }
   });
 }
 

@@ -14,7 +14,7 @@ from deepfast.cases.case import Case, Computed, Moved, Rows, torch_dropout, tupl
 from deepfast.clock import clock_of
 from deepfast.depth.schedule import depth_pattern
 from deepfast.measure.clock import COPY, copy_variant, interleave, ratio
-from deepfast.measure.forms import ATTENTION_FORMS, FORMS, mixing_alone
+from deepfast.measure.forms import ATTENTION_FORMS, FORMS
 from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, AttentionResiduals
 
@@ -54,38 +54,69 @@ def _sentences(s: Sizes) -> list[int]:
     return [*lengths[:-1], s.tokens - sum(lengths[:-1])]
 
 
-class _Mixing(torch.nn.Module):
-    """A form of the connection of a whole stack whose layers do nothing."""
+@torch.library.custom_op("deepfast_bench::layer", mutates_args=())
+def _layer(x: torch.Tensor) -> torch.Tensor:
+    """A layer that copies its input. A compiler cannot look inside, and so cannot fuse what stands
+    between two layers with what stands between the next two: with real layers it could not."""
+    return x.clone()
 
-    def __init__(self, connection: DLCL | AttentionResiduals, form: Callable):
+
+_layer.register_fake(torch.empty_like)
+_layer.register_autograd(lambda ctx, grad: _layer(grad))
+
+
+def _stack(connect: Callable, rows: int, y: torch.Tensor) -> torch.Tensor:
+    """The connection of a whole stack; its layers only copy."""
+    y = connect(y)
+    for _ in range(rows - 1):
+        y = connect(_layer(y))
+    return y
+
+
+class _Stack(torch.nn.Module):
+    def __init__(self, connection: DLCL | AttentionResiduals):
         super().__init__()
-        self.connection, self.form = connection, form
+        self.connection = connection
 
     def forward(self, y):
-        return mixing_alone(self.form, self.connection, y, None)
+        return _stack(FORMS["deepfast"](self.connection), self.connection.rows, y)
+
+
+class _StandIn:
+    """A record with the names of a module, for forms under a compiler, which cannot trace
+    functional_call."""
+
+    def __init__(self, values: dict):
+        for name, value in values.items():
+            setattr(self, name, value)
 
 
 def connection(
     s: Sizes, module: DLCL | AttentionResiduals, forms: dict[str, Callable], plain: str
 ) -> Case:
-    """The connection of a whole stack whose layers do nothing, against another form of it."""
+    """The connection of a whole stack whose layers only copy, against another form of it."""
     # Equal weights, as at the start, would hide a mix-up of layers.
     given = {
         name: Computed(p.detach() + 0.1 * torch.randn_like(p))
         for name, p in module.named_parameters()
     }
 
-    def run(form: str, y, **parameters):
-        mixing = _Mixing(module.to(y.device), forms[form])
+    def run(y, **parameters):
+        stack = _Stack(module.to(y.device))
         named = {f"connection.{name}": p for name, p in parameters.items()}
-        return functional_call(mixing, named, (y,))
+        return functional_call(stack, named, (y,))
+
+    settings = {name: value for name, value in vars(module).items() if name[0] != "_"}
+
+    def run_plain(_, y, **parameters):
+        return _stack(forms[plain](_StandIn(settings | parameters)), module.rows, y)
 
     op = "boundary" if isinstance(module, DLCL) else "attention_boundary"
     # Of both directions together.
     moved = engine_moved(depth_pattern(s.layers + 1, None, 1, 1)) * s.tokens * s.dim
     return Case(
         name="connection", op=op, operands={"y": s.rows.random()} | given,
-        run=partial(run, "deepfast"), plain=lambda _, **operands: run(plain, **operands),
+        run=run, plain=run_plain,
         how=f"{s.layers} layers: a {plain}", moved=(Moved(), Moved(moved)),
     )  # fmt: skip
 
@@ -118,7 +149,7 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
         s, AttentionResiduals(s.layers, s.dim), ATTENTION_FORMS, "list"
     ),
 }
-"""The public ops at sizes of a model, and the connections of a whole stack whose layers do nothing.
+"""The public ops at sizes of a model, and the connections of a whole stack whose layers only copy.
 """
 
 
