@@ -192,7 +192,7 @@ def test_steps_of_a_loop(step, recompute, same_blocks):
     assert_equal(STEPS[step](stack(recompute)), STEPS[step](stack("none")))
 
 
-def test_nothing_learns():
+def test_nothing_learns(same_blocks):
     model = stack("layer+input").requires_grad_(False)
     assert torch.equal(run(model), run(stack("none")))
     with torch.inference_mode():
