@@ -116,7 +116,7 @@ def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | No
     built = _C.build_info()
     if built["cuda"] is None:
         why = f"the C++ ops were compiled without CUDA: {built['no_cuda']}"
-        return f"{why}; with nvcc and a torch for CUDA `deepfast build` adds it"
+        return f"{why}; with nvcc and a torch for CUDA `{library.BUILD}` adds it"
     if device.type != "cuda":
         return f"tensors are on {device.type}, not cuda"
     for i in _visible(device):

@@ -59,12 +59,19 @@ class BuildError(RuntimeError):
 # ---- which compilers -----------------------------------------------------------------------------
 
 
-def compiler() -> str | None:
+def compiler() -> str:
     """The C++ compiler: CXX, a program or a command such as `ccache g++`; else g++ or clang++."""
-    words = shlex.split(os.environ.get("CXX", ""))
-    if words and shutil.which(words[0]):
-        return shlex.join(words)
-    return shutil.which("g++") or shutil.which("clang++")
+    wish = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(wish)
+    except ValueError:  # A quote is open.
+        words = [wish]
+    if words and shutil.which(words[0]) is None:
+        raise BuildError(f"CXX: expected a program, got {wish!r}")
+    found = shlex.join(words) or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise BuildError("found no C++ compiler: install g++ or clang++, or set CXX to one")
+    return found
 
 
 def find_nvcc() -> str | None:
@@ -289,10 +296,7 @@ def compile_ops(
     # torch depends on filelock, so it is installed.
     from filelock import FileLock
 
-    cxx = compiler()
-    if cxx is None:
-        raise BuildError("found no C++ compiler: install g++ or clang++, or set CXX to one")
-    folder, jobs = work_folder(), parallel_jobs()
+    cxx, folder, jobs = compiler(), work_folder(), parallel_jobs()
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):

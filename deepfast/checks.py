@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
+from deepfast import renamed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -139,7 +141,8 @@ def choice(op: str, allowed: Iterable[object], **values: object) -> None:
         # Compare types first, because ``==`` is elementwise for arrays and tensors.
         if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(map(str, allowed))
-            raise ValueError(f"{op}: {name} must be one of {known}, got {shown(value)}")
+            got = shown(value) + renamed.hint(value, allowed)
+            raise ValueError(f"{op}: {name} must be one of {known}, got {got}")
 
 
 def flag(op: str, **values: bool) -> None:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import struct
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -21,6 +22,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 CSRC = PACKAGE / "csrc" if (PACKAGE / "csrc").exists() else PACKAGE.parent / "csrc"
 """The C++ sources: inside the installed package, or next to the package in a clone."""
+
+BUILD = f"{'python -m ' if (PACKAGE.parent / 'setup.py').exists() else ''}deepfast build"
+"""The command that compiles the ops of this copy. A clone's folder shadows an installed copy, whose
+ops the command `deepfast` would compile."""
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 """Names the version of Python, the processor's architecture and the system."""
@@ -56,9 +61,20 @@ def in_cache() -> Path:
     return cache_folder() / f"torch-{torch.__version__}" / file_name()
 
 
+def _cut_short(path: Path) -> bool:
+    """Whether an ELF file ends before its table of sections does. To load it would kill the process
+    with a bus error."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+        if len(head) < 64 or not head.startswith(b"\x7fELF"):
+            return False  # Loading it raises ImportError.
+        start, size, count = struct.unpack_from("<Q10xHH", head, 40)
+        return os.fstat(file.fileno()).st_size < start + size * count
+
+
 def load() -> tuple[ModuleType | None, str | None]:
     """Returns (library, None) or (None, reason). Loading registers the ops with torch."""
-    reason = "the C++ ops are not compiled"
+    reason = f"the C++ ops of {PACKAGE} are not compiled"
     for path in (*PACKAGE.glob(f"_C*{SUFFIX}"), *cache_folder().glob(f"torch-*/_C*{SUFFIX}")):
         reason = (
             f"the C++ ops do not match: {path} is built from other sources or for another torch"
@@ -67,11 +83,13 @@ def load() -> tuple[ModuleType | None, str | None]:
     for path in filter(os.path.exists, (in_cache(), in_package())):
         spec = importlib.util.spec_from_file_location("deepfast._C", path)
         try:
+            if _cut_short(path):
+                raise ImportError(f"{path} is cut short")
             found = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(found)
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             reason = f"the C++ ops do not load: {error}"
         else:
             sys.modules[spec.name] = found
             return found, None
-    return None, f"{reason}; `deepfast build` compiles them"
+    return None, f"{reason}; `{BUILD}` compiles them"

@@ -99,8 +99,10 @@ def written_out():
 @pytest.fixture(scope="session")
 def _emulated_library():
     build = importlib.import_module("tests.cuda.build")
-    if build.compiler() is None:
-        pytest.skip("no C++ compiler was found: the CUDA kernels are not emulated")
+    try:
+        build.compiler()
+    except build.BuildError as error:
+        pytest.skip(f"the CUDA kernels are not emulated: {error}")
     torch.ops.load_library(build.build())
     return torch.ops.deepfast_emulated
 

@@ -21,7 +21,7 @@ NN = {"nn", "depth", "memory"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
-    "checks": set(),
+    "checks": {"renamed"},
     "connections": set(),
     "dtypes": set(),
     "files": set(),

@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 
+import deepfast
 from deepfast import backend, build, library
 from deepfast.cli import main
 
@@ -59,14 +63,14 @@ def test_the_name_has_a_digest_of_the_sources(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("place", ["package", "cache"])
 def test_a_library_with_another_key_is_ignored(package, place):
-    assert library.load()[1].startswith("the C++ ops are not compiled; `deepfast build`")
+    assert library.load()[1].startswith(f"the C++ ops of {package} are not compiled; ")
     folder = package if place == "package" else library.cache_folder() / "torch-2.9.0"
     other = folder / library.file_name() if place == "cache" else folder / f"_C.old{library.SUFFIX}"
     other.parent.mkdir(parents=True, exist_ok=True)
     other.write_text("not a library")
     found, reason = library.load()
     assert found is None
-    assert f"{other} is built from other sources or for another torch; `deepfast build`" in reason
+    assert f"{other} is built from other sources or for another torch; `{library.BUILD}`" in reason
 
 
 def test_a_library_that_does_not_load_is_a_reason(package):
@@ -75,6 +79,33 @@ def test_a_library_that_does_not_load_is_a_reason(package):
     assert found is None
     assert reason.startswith("the C++ ops do not load: ")
     assert str(library.in_package()) in reason
+
+
+@pytest.mark.skipif(not backend.compiled(), reason="there is no library to cut")
+def test_a_library_that_is_cut_short_is_a_reason(python, tmp_path):
+    """To load it would end the process with a bus error."""
+    whole = Path(sys.modules["deepfast._C"].__file__)
+    cut = tmp_path / "cut.so"
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    code = f"from deepfast import library; library.in_package = lambda: {str(cut)!r}; "
+    code += "print(library.load()[1])"
+    said = python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout
+    assert said == f"the C++ ops do not load: {cut} is cut short; `{library.BUILD}` compiles them\n"
+
+
+@pytest.mark.parametrize("clone", [False, True])
+def test_the_command_compiles_this_copy(python, tmp_path, clone):
+    """In a clone's folder `deepfast build` may be the command of an installed copy."""
+    copy = tmp_path / "deepfast"
+    copy.mkdir()
+    for name in ("__init__", "files", "library", "version"):
+        shutil.copy(Path(deepfast.__file__).with_name(f"{name}.py"), copy)
+    if clone:
+        (tmp_path / "setup.py").touch()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    code += "from deepfast import library; print(library.CSRC, library.BUILD)"
+    command = "python -m deepfast build" if clone else "deepfast build"
+    assert python("-c", code).stdout == f"{tmp_path / 'csrc'} {command}\n"
 
 
 def test_import_works_with_a_library_of_another_key(python, tmp_path):
@@ -89,7 +120,7 @@ def test_import_works_with_a_library_of_another_key(python, tmp_path):
 
 
 def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch, capsys):
-    reason = "the C++ ops are not compiled; `deepfast build` compiles them"
+    reason = f"the C++ ops of {package} are not compiled; `{library.BUILD}` compiles them"
     assert library.load() == (None, reason)
     monkeypatch.setattr(backend, "_C", None)
     monkeypatch.setattr(backend, "_C_REASON", reason)
@@ -108,6 +139,7 @@ def test_build_says_what_it_does(compiler, package, capsys):
     compiler("echo compiled > $out")
     assert main(["build"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("The compiler is c++, jobs: ")
     assert "2 files to compile: about " in said
     assert "2/2 files" in said
     assert f"{library.in_package()}: done in " in said
@@ -130,10 +162,20 @@ def test_a_compiler_that_fails_is_one_sentence(compiler, package, capsys):
     assert not any(package.iterdir())
 
 
-def test_no_compiler_is_one_sentence(package, monkeypatch, capsys):
-    monkeypatch.setattr(build, "compiler", lambda: None)
+@pytest.mark.parametrize(("variables", "error"), [
+    ({"PATH": ""}, "found no C++ compiler: install g++ or clang++, or set CXX to one"),
+    ({"CXX": "/nope/g++"}, "CXX: expected a program, got '/nope/g++'"),
+    ({"CXX": "'"}, """CXX: expected a program, got "'\""""),
+    ({"MAX_JOBS": "0"}, "MAX_JOBS: expected a positive integer, got '0'"),
+    ({"MAX_JOBS": "all"}, "MAX_JOBS: expected a positive integer, got 'all'"),
+])  # fmt: skip
+def test_what_cannot_compile_is_one_sentence(package, monkeypatch, capsys, variables, error):
+    monkeypatch.delenv("CXX", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert main(["build"]) == 1
-    assert "found no C++ compiler: install g++ or clang++" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"deepfast build: {error}\n")
 
 
 def test_a_read_only_package_gets_its_library_in_the_cache(compiler, package, monkeypatch):
@@ -158,10 +200,3 @@ def test_a_second_process_waits_for_the_first(compiler, package):
     second.join(30)
     assert begun.is_set()
     assert library.in_package().exists()
-
-
-@pytest.mark.parametrize("jobs", ["0", "all"])
-def test_a_wrong_number_of_jobs_is_one_sentence(compiler, monkeypatch, capsys, jobs):
-    monkeypatch.setenv("MAX_JOBS", jobs)
-    assert main(["build"]) == 1
-    assert f"MAX_JOBS: expected a positive integer, got '{jobs}'" in capsys.readouterr().err

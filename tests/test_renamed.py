@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import deepfast
 from deepfast import renamed
 from deepfast.mt.models.checkpoint import VERSION, load_model, read_checkpoint
 from deepfast.mt.training.errors import RecipeError
@@ -72,3 +73,36 @@ def test_a_recipe_with_an_old_key_gets_the_new_one(override, now):
     key = override.partition("=")[0]
     with pytest.raises(RecipeError, match=f"unknown key {key}, it is now {now}$"):
         load_recipe("phrases-small", [override])
+
+
+ENCODER = (2, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: deepfast.nn.TransformerEncoder(2, 8, heads=2, ffn_dim=16),
+         "TransformerEncoder() got an unexpected keyword argument 'heads', which is now num_heads"),
+        (lambda: deepfast.nn.TransformerDecoder(*ENCODER, memory="lean"),
+         "TransformerDecoder() got an unexpected keyword argument 'memory', which is now "
+         "recompute"),
+        (lambda: deepfast.nn.TransformerEncoderLayer(8, 2, 16, droput=0.0),
+         "TransformerEncoderLayer() got an unexpected keyword argument 'droput'"),
+        (lambda: deepfast.nn.TransformerEncoder(*ENCODER, dlcl={"weight": "vector"}),
+         "DLCL() got an unexpected keyword argument 'weight', which is now weight_type"),
+        (lambda: deepfast.connect(torch.nn.Sequential(torch.nn.LayerNorm(8)), norm="pre",
+                                  weights="relu", connection="attnres"),
+         "connect() got an unexpected keyword argument 'weights', which is now score_function"),
+        (lambda: deepfast.memory.plan(heads=2, budget="1GiB", dim=8, tokens=8),
+         "plan() got an unexpected keyword argument 'heads', which is now num_heads"),
+    ],
+)  # fmt: skip
+def test_an_argument_with_an_old_name_gets_the_new_one(call, said):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value) == said
+
+
+def test_an_error_inside_a_constructor_stays():
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        deepfast.nn.TransformerEncoder(2, 8)

@@ -15,10 +15,14 @@ from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
 from deepfast.nn.connections.dlcl import dlcl_options
+from deepfast.renamed import names_arguments
 
 OP = "deepfast.connect"
+WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module"}
+"""The only child of a module of torch.compile, of DataParallel and its kind, and of FSDP."""
 
 
+@names_arguments
 def connect(
     parent: nn.Module,
     layers: str | None = None,
@@ -95,6 +99,11 @@ def connect(
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
+    if len(parent._modules) == 1 and WRAPPED & parent._modules.keys():
+        raise ValueError(
+            f"{OP}: expected a model that is not wrapped, got one in {type(parent).__name__}; "
+            "connect the model before you wrap it"
+        )
     where, found = _find_layers(parent, layers)
     for name in ("layerdrop", "layer_drop"):
         if getattr(parent, name, 0):
@@ -106,7 +115,7 @@ def connect(
     if isinstance(first_norm, bool) and norm is not None and first_norm != (norm == "pre"):
         warnings.warn(
             f"{OP}: norm={norm!r} differs from the layers, which have norm_first={first_norm}",
-            stacklevel=2,
+            stacklevel=3,
         )
     dim = _width(parent, found[0]) if dim is None else dim
     made = _make(len(found), dim, norm, connection, options)

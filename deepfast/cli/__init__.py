@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import sys
+from functools import partial
 
 from deepfast.cli.outputs import flush_output
 from deepfast.version import __version__
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="deepfast", description="Very deep Transformers with fused depth connections."
     )
+    parser.set_defaults(run=partial(_list_commands, parser))
     parser.add_argument("--version", action="version", version=f"deepfast {__version__}")
     words = [word for word in argv if not word.startswith("-")]
     wanted = " ".join(words[: 2 if words[:1] == ["mt"] else 1])
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         lost = flush_output()
         if isinstance(error, OSError) and error.filename is None and lost is not None:
             error.filename = "standard output"
-        print(f"{name}: {_sentence(error)}", file=sys.stderr)
+        print(f"{name}: {_sentence(error).removeprefix(f'{wanted}: ')}", file=sys.stderr)
         return 1
     finally:
         flush_output()
@@ -106,14 +108,21 @@ def _sentence(error: Exception) -> str:
     return str(error) or "out of memory"
 
 
+def _list_commands(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs where the command is missing."""
+    parser.print_help(sys.stderr)
+    return 2
+
+
 def _parse(parser: argparse.ArgumentParser, wanted: str, argv: list[str]) -> argparse.Namespace:
     """The arguments of the wanted command, whose module is imported."""
-    groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
+    groups = {"": parser.add_subparsers(metavar="COMMAND")}
     for name, summary in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if name == "mt":
             command = groups[group].add_parser(name, help=summary, description=summary)
-            groups[name] = command.add_subparsers(metavar="COMMAND", required=True)
+            command.set_defaults(run=partial(_list_commands, command))
+            groups[name] = command.add_subparsers(metavar="COMMAND")
         elif name != wanted:
             groups[group].add_parser(last, help=summary)
         else:

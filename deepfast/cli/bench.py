@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     tokens, rounds = (256, 3) if args.quick else (1024, 5)
     tokens = tokens if args.tokens is None else args.tokens
     rounds = rounds if args.rounds is None else args.rounds
-    checks.whole("bench", tokens=tokens, dim=args.dim, rounds=rounds)
+    checks.whole("bench", **{"--tokens": tokens, "--dim": args.dim, "--rounds": rounds})
     if args.dim % 2:
         raise ValueError(f"--dim: expected an even number, got {args.dim}")
     device = str(device_of(args.device))
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     about = f"{tokens:,} tokens, {args.dim} channels, {args.dtype}, {name}"
     if device == "cpu":
         about += f", {torch.get_num_threads()} threads"
-    ops, rows = args.ops or list(CASES), []
+    ops, rows, complete = args.ops or list(CASES), [], False
     keep_memory()
     try:
         with progress(len(ops)) as step:
@@ -63,10 +63,11 @@ def run(args: argparse.Namespace) -> int:
                 step(done, op)
                 for row in bench_ops.measure(op, sizes, rounds, args.compile):
                     rows.append(row)
+        complete = True
     finally:
         # Also what was measured before Ctrl-C or an error.
         if rows and args.json:
-            print(json.dumps({"about": about, "rows": rows}, indent=2))
+            print(json.dumps({"about": about, "complete": complete, "rows": rows}, indent=2))
         elif rows:
             show(about, rows)
     return 0
@@ -81,7 +82,15 @@ def show(about: str, rows: list[dict]) -> None:
     op, backend = (Column(name, no_wrap=True) for name in ("op", "backend"))
     compiling = [row["compile_seconds"] for row in rows if row["compile_seconds"] is not None]
     compiled = ["compiled"] if compiling else []
-    columns = [op, "deepfast", backend, "torch", *compiled, "ratio", "of a copy"]
+    columns: list[Column | str] = [
+        op,
+        "deepfast",
+        backend,
+        "torch",
+        *compiled,
+        "ratio",
+        "of a copy",
+    ]
     print(f"{about}; milliseconds")
     for what in dict.fromkeys(row["pass"] for row in rows):
         cells = (_cells(row) for row in rows if row["pass"] == what)

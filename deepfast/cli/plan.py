@@ -7,6 +7,7 @@ no size does, and a sentence says what would."""
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -74,13 +75,22 @@ def _options(args: argparse.Namespace) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _as_options(error: ValueError, args: argparse.Namespace) -> str:
+    """The error of `plan` with its arguments spelled as options. What is quoted stays."""
+    names = "|".join(vars(args))
+    pattern = rf"(?<!['\w-])({names})(?!['\w-])"
+    return re.sub(pattern, lambda found: f"--{found[0].replace('_', '-')}", str(error))
+
+
 def run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     try:
         result = plan(**_options(args))
     except DoesNotFitError as error:
-        print(f"deepfast plan: {error}", file=sys.stderr)
+        print(f"deepfast plan: {_as_options(error, args)}", file=sys.stderr)
         return DOES_NOT_FIT
+    except ValueError as error:
+        raise ValueError(_as_options(error, args)) from error
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -12,6 +12,7 @@ from deepfast.depth.connection import DepthConnection, part
 from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
+from deepfast.renamed import names_arguments
 
 
 class ConstantPass(DepthPass):
@@ -178,6 +179,7 @@ class DLCL(DepthConnection):
 
     name, pass_kind = "DLCL", ConstantPass
 
+    @names_arguments
     def __init__(
         self,
         num_layers: int,

@@ -28,6 +28,9 @@ class Patch(Handle):
         super().__init__()
         self.replaced, self.left = Counter(), {}
 
+    def __repr__(self) -> str:
+        return f"Patch(replaced={dict(self.replaced)}, left={self.left})"
+
 
 def patch(
     model: nn.Module, *, norms: bool = True, loss: bool = True, attention: bool = False

@@ -12,6 +12,7 @@ from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
+from deepfast.renamed import names_arguments
 
 FREE = ("budget", "num_layers", "dim", "tokens")
 """`plan` needs at least three of them."""
@@ -23,6 +24,7 @@ class DoesNotFitError(ValueError):
     """The budget is too small even for the smallest size."""
 
 
+@names_arguments
 def plan(
     *,
     budget: str | int | None = None,
@@ -70,7 +72,7 @@ def plan(
             f"decoder_recompute: expected none without a decoder, got {decoder_recompute!r} for "
             "decoder_layers=0"
         )
-    _check_used(options)
+    _check_used(options | {"tokens": tokens})
     limit = None if budget is None else parse_bytes(budget)
     search = _Search(recompute, decoder_recompute)
     sized = partial(_sized, {"num_layers": num_layers, "dim": dim, "tokens": tokens}, options)
@@ -93,7 +95,11 @@ def plan(
 
 
 def _check_used(options: dict[str, Any]) -> None:
-    """Raises for an option that none of the connections has."""
+    """Raises for sentences longer than the tokens, and for an option that none of the connections
+    has."""
+    length, tokens = options.get("length"), options["tokens"]
+    if checks.is_whole(length) and checks.is_whole(tokens) and length > tokens:
+        raise ValueError(f"length: expected at most tokens {tokens}, got {length}")
     kinds = [options.get("connection") or Sizes.connection]
     if options.get("decoder_layers") != 0:
         kinds.append(options.get("decoder_connection") or Sizes.decoder_connection)

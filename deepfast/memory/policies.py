@@ -17,6 +17,7 @@ as "layer+input". Every policy gives the same losses and gradients; on a CPU in 
 
 from collections.abc import Sequence
 
+from deepfast import renamed
 from deepfast.connections import names
 
 POLICIES = ("none", "ffn", "ffn+qkv", "layer", "layer+input")
@@ -52,14 +53,15 @@ def resolve(
         )
     for policy in recompute:
         if policy not in POLICIES:
-            raise ValueError(f"{argument}: expected one of {', '.join(POLICIES)}, got {policy!r}")
+            got = f"{policy!r}{renamed.hint(policy, POLICIES)}"
+            raise ValueError(f"{argument}: expected one of {', '.join(POLICIES)}, got {got}")
     if len(recompute) != num_layers:
         raise ValueError(
             f"{argument}: expected one policy for each of {num_layers} layers, got {len(recompute)}"
         )
     if "layer+input" in recompute and connection not in MIXING:
         raise ValueError(
-            f"{argument}: 'layer+input' recomputes inputs from the states of a depth connection "
-            f"({', '.join(MIXING)}), got {connection!r}; use 'layer'"
+            f"{argument}: 'layer+input' recomputes inputs from the states of "
+            f"{', '.join(MIXING)}, got {connection!r}; use 'layer'"
         )
     return tuple(recompute)

@@ -104,12 +104,12 @@ class Sizes:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                message = f"{name}: expected one of {', '.join(allowed)}, got {value!r}"
-                if allowed is CONNECTIONS:
-                    message += (
-                        "; for another connection set a policy by name, such as recompute=ffn"
-                    )
-                raise ValueError(message)
+                got = repr(value)
+                if allowed is CONNECTIONS and value in connections.names("place"):
+                    planned = connections.CONNECTIONS[value].planned
+                    does = f"counts as {planned}" if planned else "does not plan"
+                    got += f", which plan {does}"
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {got}")
             if value in ATTENTION_RESIDUALS and self.norm != "pre":
                 raise ValueError(f"norm: expected pre with {name} {value!r}, got {self.norm!r}")
         if self.dim % self.num_heads:

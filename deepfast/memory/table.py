@@ -41,6 +41,11 @@ class Plan:
     solved: str | None
     """Which of budget, num_layers, dim and tokens was not given and has been found."""
 
+    def __repr__(self) -> str:
+        policies = describe(self.recompute, self.decoder_recompute)
+        peak, budget = format_bytes(self.peak, up=True), format_bytes(self.budget)
+        return f"Plan({self.sizes.num_layers} layers, {policies}, peak {peak} of {budget})"
+
     @property
     def peak(self) -> int:
         """Predicted peak bytes of a step."""

@@ -23,6 +23,7 @@ from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute, plain
 from deepfast.ops.activation import KINDS
 from deepfast.ops.attention import Window
+from deepfast.renamed import names_arguments
 
 
 class FeedForward(nn.Module):
@@ -102,6 +103,7 @@ class FeedForward(nn.Module):
 class _Layer(nn.Module):
     """What encoder and decoder layers share: submodules, sizes and the recompute policy."""
 
+    @names_arguments
     def __init__(
         self,
         dim: int,

@@ -36,6 +36,8 @@ Run = Callable[..., None]
 class BackendError(RuntimeError):
     """No backend can run the op, or the requested one cannot."""
 
+    __module__ = "deepfast.backend"  # Where users find it.
+
 
 class NoReference(RuntimeError):
     """The reference raises an error, so a kernel cannot be compared with it."""

@@ -90,7 +90,9 @@ def test_ctrl_c_leaves_what_was_measured(monkeypatch, capsys, json_):
     said = capsys.readouterr()
     assert said.err == "deepfast bench: interrupted\n"
     if json_:
-        assert [row["op"] for row in json.loads(said.out)["rows"]] == ["norm_linear"] * 2
+        found = json.loads(said.out)
+        assert not found["complete"]
+        assert [row["op"] for row in found["rows"]] == ["norm_linear"] * 2
     else:
         assert said.out.count("norm_linear") == 3
         assert "feed_forward" not in said.out
@@ -114,7 +116,9 @@ def test_compiled_forms_take_part(capsys):
 
 def test_json_of_one_op(capsys):
     assert main(["bench", "add_layer_norm", "--json", "--dtype", "bfloat16", *TOY]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"]
+    rows = found["rows"]
     assert [(row["op"], row["pass"]) for row in rows] == [
         ("add_layer_norm", "forward"), ("add_layer_norm", "forward and backward"),
     ]  # fmt: skip

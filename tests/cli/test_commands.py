@@ -18,7 +18,11 @@ def test_the_help_names_these_commands(capsys, words, names):
     with pytest.raises(SystemExit) as ended:
         main([*words, "--help"])
     assert ended.value.code == 0
-    assert re.findall(r"^    ([a-z][a-z-]*)", capsys.readouterr().out, re.M) == names
+    text = capsys.readouterr().out
+    assert re.findall(r"^    ([a-z][a-z-]*)", text, re.M) == names
+    # A line without a command gets the same.
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", text)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "mt"])

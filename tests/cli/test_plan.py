@@ -42,7 +42,7 @@ def test_it_is_the_exit_code_also_where_a_size_is_solved_for(capsys):
     assert main(["plan", "--budget", "1MiB", "--dim", "512", "--tokens", "8192"]) == 3
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("deepfast plan: budget: expected at least ")
+    assert said.err.startswith("deepfast plan: --budget: expected at least ")
     assert said.err.count("\n") == 1
 
 

@@ -38,13 +38,14 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["translate", "model.pt", "--input", "text", "--threads", "1025"], "integer from 1 to 1024"),
     (["bench", "soft_max"], "expected an op of layer_norm, "),
     (["bench", "--dim", "7"], "--dim: expected an even number, got 7"),
-    (["bench", "--rounds", "0"], "rounds"),
+    (["bench", "--rounds", "0"], "bench: --rounds must be an integer of at least 1, got 0"),
     (["bench", "--device", "tpu"], "--device: expected cpu or cuda, got 'tpu'"),
     (["info", "--device", "tpu"], "--device: expected cpu or cuda, got 'tpu'"),
     (["info", "--dtype", "int8"], "--dtype: expected one of float32, "),
-    (["plan", "--dim", "512"], "deepfast plan: budget, num_layers, dim, tokens: expected at least"),
-    ([*PLAN, "--recompute", "less"], "recompute: expected one of none, "),
-    ([*PLAN, "--norm", "rms"], "norm: expected one of pre, post, got 'rms'"),
+    (["plan", "--dim", "512"], "plan: --budget, --num-layers, --dim, --tokens: expected at"),
+    ([*PLAN, "--recompute", "less"], "deepfast plan: --recompute: expected one of none, "),
+    ([*PLAN, "--norm", "dim"], "deepfast plan: --norm: expected one of pre, post, got 'dim'"),
+    ([*PLAN, "--num-heads", "5"], "--num-heads: expected a divisor of --dim 512, got 5"),
     (["train"], "see deepfast mt train --list"),
     # Text.
     (["posunk", "text", *POSUNK, "new"], "expected pairs of SOURCE and TARGET whose targets have"),
@@ -108,6 +109,7 @@ def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence)
         assert main(words) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"deepfast {command}: ")
+    assert said.count(f"{command}: ") == 1
     assert sentence in said
     assert "Errno" not in said
     assert said.count("\n") == 1

@@ -13,7 +13,9 @@ import torch
 from filelock import FileLock
 from torch.utils.cpp_extension import include_paths
 
-from deepfast.build import CSRC, TARGET_VERSION, Ninja, compiler, write_headers
+from deepfast.build import CSRC, TARGET_VERSION, BuildError, Ninja, compiler, write_headers
+
+__all__ = ["BuildError", "build", "compiler"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"

@@ -168,7 +168,8 @@ def test_evaluation_and_calls_without_labels_are_as_before():
 
 def test_copies_pickles_saves_and_patches_once(tmp_path):
     model, inputs = make("BertForMaskedLM"), batch()
-    deepfast.patch(model)
+    handle = deepfast.patch(model)
+    assert repr(handle) == f"Patch(replaced={dict(handle.replaced)}, left={{}})"
     want, names = results(model, inputs), swapped(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert swapped(twin) == names

@@ -212,11 +212,14 @@ def test_recomputation_is_that_of_the_design():
         ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
         ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
-        ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'"),
+        ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'$"),
+        ({"recompute": "lean"}, "got 'lean', which is now 'ffn'$"),
         ({"recompute": ["none"]}, "one policy for each of 30 layers, got 1"),
         ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
         ({"connection": "denseformer"},
-         r"^connection: expected one of dlcl, residual, .*, got 'denseformer'; .* recompute=ffn$"),
+         r"^connection: expected one of dlcl, .*, got 'denseformer', which plan counts as dlcl$"),
+        ({"decoder_connection": "mudd"}, "got 'mudd', which plan does not plan$"),
+        ({"length": 8193}, "length: expected at most tokens 8192, got 8193"),
         ({"connection": "attnres", "norm": "post"},
          "norm: expected pre with connection 'attnres', got 'post'"),
         ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
@@ -238,6 +241,13 @@ def test_recomputation_is_that_of_the_design():
 def test_errors_say_what_expected_got(changes, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"budget": "24GiB", "num_layers": 30, **MODEL} | changes)
+
+
+def test_the_plan_in_one_line():
+    found = plan(num_layers=30, **MODEL, recompute=["layer"] * 10 + ["none"] * 20)
+    peak = format_bytes(found.peak, up=True)
+    assert repr(found).startswith("Plan(30 layers, 10 layer, 20 none from the bottom; decoder ")
+    assert f", peak {peak} of " in repr(found)
 
 
 def test_advice_names_what_fits():

@@ -78,7 +78,7 @@ OPTIONS = [
     *(
         (ENCODER, {"recompute": "layer+input", "connection": name},
         "'layer.input' recomputes inputs from the "
-         "states of a depth .*use 'layer'")
+         "states of .*use 'layer'")
         for name in ("residual", "mudd")
     ),
     (LAYERS, {"first_norm": 0}, "first_norm must be True or False"),
