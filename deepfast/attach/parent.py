@@ -19,7 +19,7 @@ from deepfast.renamed import names_arguments
 
 OP = "deepfast.connect"
 WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module"}
-"""The only child of a module of torch.compile, of DataParallel and its kind, and of FSDP."""
+"""The only child of torch's wrappers: of torch.compile, of DataParallel and its kind, of FSDP."""
 
 
 @names_arguments
@@ -99,7 +99,8 @@ def connect(
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
-    if len(parent._modules) == 1 and WRAPPED & parent._modules.keys():
+    of_torch = type(parent).__module__.startswith("torch.")
+    if of_torch and len(parent._modules) == 1 and WRAPPED & parent._modules.keys():
         raise ValueError(
             f"{OP}: expected a model that is not wrapped, got one in {type(parent).__name__}; "
             "connect the model before you wrap it"

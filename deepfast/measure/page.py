@@ -85,8 +85,12 @@ def _card(
         if above and below:
             top = min(above, key=lambda row: row["median_seconds"])
             pair = top[field], below[0][field]
+            ratio = pair[0] / pair[1]
+            for word, opposite in (("faster", "slower"), ("less", "more")):
+                if ratio < 1 and label.startswith(word):
+                    ratio, label = 1 / ratio, opposite + label.removeprefix(word)
             return {
-                "value": f"{pair[0] / pair[1]:.3g}×",
+                "value": f"{ratio:.3g}×",
                 "label": label if len(tops) == 1 else f"{label} measured, {top['variant']}",
                 "detail": f"{unit(pair[0])} against {unit(pair[1])}, {depth} layers",
             }

@@ -123,7 +123,7 @@ def _policies(axes, report: dict) -> None:
     room = max(0.05, 0.12 * (max(times) - min(times)))
     axes.set_xlim(min(times) - room, max(times) + room)
     axes.set_ylim(0, 1.08 * max(peaks))
-    axes.set_xlabel("time of a step, relative to keep")
+    axes.set_xlabel("time of a step, relative to none")
     axes.set_title(f"peak MiB, {rows[0]['depth']} layers")
     label_ends(axes, {policy: [point] for policy, point in points.items()}, look)
 

@@ -220,3 +220,14 @@ def test_progress_is_on_standard_error_of_a_terminal_alone(monkeypatch, capsys, 
         said = sys.stderr.getvalue()
         assert "1/2" in said
         assert "part: only [job 2]" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "value", "label"),
+    [(2.0, "2×", "faster than stack"), (0.5, "2×", "slower than stack")],
+)
+def test_a_main_result_says_slower_where_it_is(seconds, value, label):
+    times = {VARIANTS[0]: seconds, "deepfast": 1.0}
+    rows = [{"depth": 6, "variant": v, "median_seconds": s} for v, s in times.items()]
+    card = page._card(rows, [VARIANTS[0]], "deepfast", "faster than stack")
+    assert (card["value"], card["label"]) == (value, label)
