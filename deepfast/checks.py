@@ -72,7 +72,7 @@ def parameter(
 
     if not isinstance(p, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(p).__name__}")
-    if tuple(p.shape) != shape:
+    if p.shape != shape:
         raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
     if p.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")

@@ -107,7 +107,7 @@ def _grad_flops(a) -> int:
 
 _feed_forward_grad = register(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor mean, Tensor rstd, "
+    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? mean, Tensor rstd, "
     "Tensor kept, float eps, bool rms, float dropout_p, Tensor? seed, str activation, "
     "float activation_p, Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, "
     "Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, "

@@ -38,7 +38,7 @@ def _grad_forward(a):
 
 _norm_linear_grad = register(
     "norm_linear_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor weight, Tensor mean, Tensor rstd, float eps, bool rms, "
+    "Tensor? norm_bias, Tensor weight, Tensor? mean, Tensor rstd, float eps, bool rms, "
     "float dropout_p, Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,
