@@ -227,5 +227,5 @@ def linear_operands(
 def linear_grads(dy, x, want_weight, want_bias):
     """dW = dy^T x and db of ``y = x W^T + b``, computed as torch does; x is read only for dW."""
     dy = dy.reshape(-1, dy.shape[-1])
-    dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else dy.new_empty(0)
-    return dweight, dy.sum(0) if want_bias else dy.new_empty(0)
+    dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else None
+    return dweight, dy.sum(0) if want_bias else None

@@ -84,11 +84,11 @@ def _grad_forward(a):
 
 
 def _empty_products(a, want, make):
-    """dup, dup_bias, ddown and ddown_bias, each empty where its entry of ``want`` is False."""
-    dup = make(a.up.shape if want.dup else 0)
-    dup_bias = make(a.up.shape[0] if want.dup_bias else 0, dtype=a.rstd.dtype)
-    ddown = make(a.down.shape if want.ddown else 0)
-    return dup, dup_bias, ddown, make(a.down.shape[0] if want.ddown_bias else 0)
+    """dup, dup_bias, ddown and ddown_bias, each None where its entry of ``want`` is False."""
+    dup = make(a.up.shape) if want.dup else None
+    dup_bias = make(a.up.shape[0], dtype=a.rstd.dtype) if want.dup_bias else None
+    ddown = make(a.down.shape) if want.ddown else None
+    return dup, dup_bias, ddown, make(a.down.shape[0]) if want.ddown_bias else None
 
 
 def _grad_fake(a):

@@ -22,9 +22,9 @@ def _fake(a):
 
 
 def _empty_products(a, make):
-    """dweight and dbias, each without elements where it is not wanted."""
+    """dweight and dbias, each None where it is not wanted."""
     shape, (*_, want_weight, want_bias) = a.weight.shape, a.wants
-    return make(shape if want_weight else 0), make(shape[0] if want_bias else 0)
+    return make(shape) if want_weight else None, make(shape[0]) if want_bias else None
 
 
 def _grad_forward(a):

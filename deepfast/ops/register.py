@@ -101,7 +101,7 @@ class _Autograd:
     def save(self, ctx, given: tuple, results: tuple, bare: bool) -> None:
         ctx.set_materialize_grads(False)
         ctx.bare, ctx.listed, flat = bare, None, ()
-        kept = self.setup(ctx, given, self.results._make(results))
+        kept = self.setup(ctx, given, self.results(*results))
         if self.has_list:
             ctx.listed = next((name for name, x in kept.items() if isinstance(x, list)), None)
             flat = kept.pop(ctx.listed, ())
@@ -122,12 +122,10 @@ class _Autograd:
 
         needs: whether each of them needs one; of a list of tensors a list.
         """
-        ctx.needs, found = self.needs._make(needs), {}
+        ctx.needs, found = self.needs(*needs), {}
         for grad in grads:
             if grad is not None:
-                missing = (None,) * (len(self.results._fields) - len(grads))
-                grads = self.results._make((*grads, *missing))
-                found = self.differentiate(ctx, self._kept(ctx), grads)
+                found = self.differentiate(ctx, self._kept(ctx), self.results(*grads))
                 break
         ordered = []
         for name, need in zip(self.needs._fields, needs, strict=True):
@@ -135,7 +133,7 @@ class _Autograd:
             ordered.append(grad if need else None)
         if found:
             raise TypeError(f"{self.name}: no tensor is named {', '.join(found)}")
-        if self.has_list and ordered[0] is None:
+        if self.has_list and not ordered[0]:
             ordered[0] = [None] * len(needs[0])
         return ordered
 
@@ -199,7 +197,9 @@ def _define(schema: str) -> tuple:
     found = packet.default._schema
     # mypy wants to read the names in the source.
     operands = namedtuple(name, [argument.name for argument in found.arguments])  # type: ignore[misc]
-    results = namedtuple(f"{name}_results", [result.name or "out" for result in found.returns])  # type: ignore[misc]
+    names = [result.name or "out" for result in found.returns]
+    # Of the results only public ones have gradients; those of the others are None.
+    results = namedtuple(f"{name}_results", names, defaults=[None] * len(names))  # type: ignore[misc]
     return packet, operands, results
 
 
@@ -358,20 +358,16 @@ def _register_decomposition(op, operands: type, plain: Callable, fake: Callable)
     )
 
 
-def only_wanted(results, wants) -> tuple:
-    """The results, None where one is not wanted."""
-    return tuple(x if want else None for x, want in zip(results, wants, strict=True))
-
-
 def gradients(op: Op, ctx, kept: dict, **grads) -> dict:
     """The gradients of an op's operands by name; the registered op ``op`` computes them.
 
     op: takes ``kept``, ``grads`` and ``wants``, which says for each result whether to compute it.
         Its results have the names of the operands with a d in front.
     """
-    names = [name[1:] for name in op.results._fields]
-    needs = [getattr(ctx.needs, name) for name in names]
-    wants = [need if isinstance(need, bool) else any(need) for need in needs]
+    names, wants = [name[1:] for name in op.results._fields], []
+    for name in names:
+        need = getattr(ctx.needs, name)
+        wants.append(need if isinstance(need, bool) else any(need))
     return dict(zip(names, op(**kept, **grads, wants=wants), strict=True))
 
 
