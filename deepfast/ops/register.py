@@ -75,6 +75,8 @@ class Op(Protocol):
     operands: Any
     """The named tuples of its operands and of its results."""
     results: Any
+    gradient_of: list[str]
+    """Of the op of a gradient, the operands that its results belong to."""
 
     def __call__(self, *args: Any, **named: Any) -> tuple: ...
 
@@ -270,6 +272,7 @@ def register(
         _register_decomposition(op, operands, plain, fake)
     call = _caller(op, operands, forward, autograd, cast, public)
     call.operands, call.results = operands, results
+    call.gradient_of = [result[1:] for result in results._fields]
     return call
 
 
@@ -364,11 +367,11 @@ def gradients(op: Op, ctx, kept: dict, **grads) -> dict:
     op: takes ``kept``, ``grads`` and ``wants``, which says for each result whether to compute it.
         Its results have the names of the operands with a d in front.
     """
-    names, wants = [name[1:] for name in op.results._fields], []
-    for name in names:
+    wants = []
+    for name in op.gradient_of:
         need = getattr(ctx.needs, name)
         wants.append(need if isinstance(need, bool) else any(need))
-    return dict(zip(names, op(**kept, **grads, wants=wants), strict=True))
+    return dict(zip(op.gradient_of, op(**kept, **grads, wants=wants), strict=True))
 
 
 def _launch_flops(launch: Launch) -> Callable:
