@@ -55,6 +55,8 @@ def tensor(op: str, name: str, x: object) -> None:
 
 def like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """``x`` must share shape, dtype and device with ``other``."""
+    if x.shape == other.shape and x.dtype == other.dtype and x.device == other.device:
+        return
     for what in ("shape", "dtype", "device"):
         got, expected = getattr(x, what), getattr(other, what)
         if got != expected:
@@ -74,7 +76,7 @@ def parameter(
 
     if not isinstance(p, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor or None, got {type(p).__name__}")
-    if tuple(p.shape) != shape:
+    if p.shape != shape:
         raise ValueError(f"{op}: {name} must be {shape}, got {tuple(p.shape)}")
     if p.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")

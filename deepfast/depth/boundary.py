@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepfast import checks
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Pair, RowNorm
+from deepfast.depth.depth_pass import DepthPass, OutNorm, RowNorm
 from deepfast.ops import common
 
 
@@ -157,7 +157,6 @@ class Parameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, *parameters):
         ctx.run = run
-        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         return parameters[0].new_empty(0)
 
     @staticmethod
@@ -165,14 +164,8 @@ class Parameters(torch.autograd.Function):
     def backward(ctx, _token):
         ctx.run.check_task(torch._C._current_graph_task_id())
         grads = ctx.run.take_parameter_grads()
-        needs = ctx.needs_input_grad[1:]
-        return (
-            None,
-            *(
-                grad.to(dtype) if need else None
-                for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
-            ),
-        )
+        pairs = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *(grad if need else None for grad, need in pairs)
 
 
 @common.traced_as("boundary")
@@ -180,8 +173,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, push, branch, residual, norm_weight, norm_bias, _token):
         run, k = push.run, push.k
-        branch_rows = common.rows(branch)
-        residual_rows = None if residual is None else common.rows(residual)
+        branch_rows, residual_rows = common.rows(branch), common.rows(residual)
         recomputed = k < run.pushed
         if not recomputed:
             run.open_slot(k, branch_rows)
@@ -189,8 +181,6 @@ class _Boundary(torch.autograd.Function):
                 before = run.states[k - 1]
                 residual_rows = before if residual is None else residual_rows + before
         if push.norm is not None:
-            # The parameters' own dtypes; the copies that kernels read have the compute dtype.
-            ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias)]
             norm_weight = common.parameter(norm_weight, branch.dtype)
             norm_bias = common.parameter(norm_bias, branch.dtype)
         norm = push.row_norm(norm_weight, norm_bias)
@@ -198,12 +188,8 @@ class _Boundary(torch.autograd.Function):
         # (T, D) tensor in place.
         x = common.empty_contiguous(branch) if push.return_x else None
         out = None if norm.rstd is None else common.empty_contiguous(branch)
-        results: Pair = x, out
-        if branch_rows is not branch:
-            x_rows, out_rows = (None if y is None else y.view(branch_rows.shape) for y in results)
-            results = x_rows, out_rows
         pushed = None if recomputed else branch_rows, residual_rows
-        run.forward_row(push, norm, pushed, results)
+        run.forward_row(push, norm, pushed, (common.rows(x), common.rows(out)))
         if not recomputed and k < run.lowest:
             if True in ctx.needs_input_grad:
                 run.lowest = k
@@ -237,28 +223,24 @@ class _Boundary(torch.autograd.Function):
         norm = push.row_norm(norm_weight, norm_bias)
         need_branch, need_residual, *need_norm = ctx.needs_input_grad[1:5]
         states = run.states
-        shape = states.shape[1:]
         if dx is None and dout is None:
-            dx = states.new_zeros(shape)
-        dx, dout = (None if g is None else common.rows(g) for g in (dx, dout))
+            dx = states.new_zeros(ctx.shape)
+        like = dx if dout is None else dout
         # Where both inputs have the same gradient, both get the same tensor object. Two views of it
         # would become the .grad of two leaves, which would then share memory.
         shared = push.dropout_p == 0 and need_branch and need_residual
-        dbranch = states.new_empty(ctx.shape) if need_branch else None
-        dresidual = states.new_empty(ctx.shape) if need_residual and not shared else None
+        dbranch = common.empty_contiguous(like) if need_branch else None
+        dresidual = common.empty_contiguous(like) if need_residual and not shared else None
         dnorm: Any = None, None
         if dout is not None and push.norm is None:
             dnorm = run.row_norm_grads[k] or dnorm
         elif dout is not None:
-            dtype = norm.rstd.dtype
-            dnorm = [states.new_empty(shape[1], dtype=dtype) if n else None for n in need_norm]
-        pushed = tuple(None if d is None else d.view(shape) for d in (dbranch, dresidual))
-        run.backward(push, norm, (dx, dout), pushed, dnorm)
-        if push.norm is None:
-            dnorm = None, None
-        else:
-            pairs = zip(dnorm, ctx.dtypes, strict=True)
-            dnorm = [None if d is None else d.to(dtype) for d, dtype in pairs]
+            dim = states.shape[2]
+            dnorm = [norm.rstd.new_empty(dim) if need else None for need in need_norm]
+        given = common.rows(dx), common.rows(dout)
+        run.backward(push, norm, given, (common.rows(dbranch), common.rows(dresidual)), dnorm)
+        # Autograd casts them to the dtypes of the norm's weight and bias.
+        dnorm = (None, None) if push.norm is None else dnorm
         return None, dbranch, dbranch if shared else dresidual, *dnorm, None
 
 

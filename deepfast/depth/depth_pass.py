@@ -75,8 +75,8 @@ class BlockSums:
 
     sums: Tensor | None = None
     """(B, T, D)."""
-    of: tuple[Tensor, ...] = ()
-    """Each sum (T, D)."""
+    of: Sequence[Tensor | None] = ()
+    """Each sum (T, D); None where the block has none."""
     start = -1
     """The first row or state; -1 for no block."""
 
@@ -84,8 +84,12 @@ class BlockSums:
         """The buffer, for states like ``like`` (T, D)."""
         if self.sums is None:
             self.sums = empty_slots(block, like)
-            self.of = self.sums.unbind(0)
+        self.of = self.sums.unbind(0)
         return self.sums
+
+    def skip(self, block: int) -> None:
+        """This block has no sums."""
+        self.of = (None,) * block
 
     def clear(self) -> None:
         self.sums, self.of, self.start = None, (), -1
@@ -219,9 +223,10 @@ class DepthPass:
         """
         (start, end), ahead = self.schedule.blocks[row], self.ahead
         if ahead.start != start:
-            if not self.schedule.far_reads(start, end) and not self._begins(start, end):
-                return None
-            self.mix_block(ahead.open(self.schedule.block, self.states[0]), start, end)
+            if self.schedule.far_reads(start, end) or self._begins(start, end):
+                self.mix_block(ahead.open(self.schedule.block, self.states[0]), start, end)
+            else:
+                ahead.skip(self.schedule.block)
             ahead.start = start
         return ahead.of[row - start]
 
@@ -344,7 +349,9 @@ class DepthPass:
             later = () if self.later_grads is None else self.later
             passes = self.schedule.far_readers(start, stop, live)
             passes_of_later = self.schedule.far_readers(start, stop, later)
+            pulled.start = start
             if not passes and not passes_of_later:
+                pulled.skip(self.schedule.block)
                 return None
             sums = pulled.open(self.schedule.block, self.states[0])
             accumulate = not one_for_all(passes + passes_of_later, stop - start)
@@ -354,7 +361,6 @@ class DepthPass:
                 self.pull(far, self.grads, self.first_grad, sums, accumulate)
             for far in passes_of_later:
                 self.pull(far, self.later_grads, -self.rows, sums, accumulate)
-            pulled.start = start
         return pulled.of[k - start]
 
     def backward(self, push: Any, norm: RowNorm, given: Pair, pushed: Pair, dnorm: Pair) -> None:

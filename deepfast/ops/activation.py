@@ -22,18 +22,19 @@ def compute(a, inplace: bool = False) -> Tensor:
     out = h.view(a.h.shape) if inplace else common.empty_contiguous(a.h)
     launch.activation_forward(
         h=h, bias=common.parameter(a.bias, h.dtype), kind=a.kind, dropout_p=a.dropout_p,
-        seed=a.seed, out=out.view(h.shape),
+        seed=a.seed, out=common.rows(out),
     )  # fmt: skip
     return out
 
 
-def _empty_bias_grad(a) -> Tensor:
-    """(F,), or without elements where it is not wanted."""
-    dout = a.dout
-    return dout.new_empty(dout.shape[-1] if a.wants[1] else 0, dtype=compute_dtype(dout.dtype))
+def _empty_bias_grad(a) -> Tensor | None:
+    """(F,), or None where it is not wanted."""
+    if not a.wants[1]:
+        return None
+    return a.dout.new_empty(a.dout.shape[-1], dtype=compute_dtype(a.dout.dtype))
 
 
-def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor]:
+def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor | None]:
     """The gradients of h, shaped like dout, and of the bias from that of `compute`'s result.
 
     With ``inplace`` the gradient of h overwrites dout where dout's last dimension is contiguous.
@@ -47,8 +48,8 @@ def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor]:
     dbias = _empty_bias_grad(a)
     launch.activation_backward(
         dout=dout, saved=common.rows(a.saved), bias=common.parameter(a.bias, dout.dtype),
-        kind=a.kind, dropout_p=a.dropout_p, seed=a.seed, dh=dh.view(dout.shape),
-        dbias=dbias if a.wants[1] else None,
+        kind=a.kind, dropout_p=a.dropout_p, seed=a.seed, dh=common.rows(dh),
+        dbias=dbias,
     )  # fmt: skip
     return dh, dbias
 

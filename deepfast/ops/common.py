@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +59,10 @@ def alike(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     residual stream in fp32 stays in fp32.
     """
     dtype = tensors[0].dtype
-    if all(t is None or t.dtype == dtype for t in tensors):
-        return tensors
-    return widened(*tensors)
+    for t in tensors:
+        if t is not None and t.dtype != dtype:
+            return widened(*tensors)
+    return tensors
 
 
 def cast_states(
@@ -123,8 +125,10 @@ def first_order(name: str):
     return decorate
 
 
-def rows(x: Tensor) -> Tensor:
+def rows(x: Tensor | None) -> Any:
     """(..., D) as (T, D) with contiguous channels; a view where the strides allow it."""
+    if x is None:
+        return None
     x = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
@@ -223,5 +227,5 @@ def linear_operands(
 def linear_grads(dy, x, want_weight, want_bias):
     """dW = dy^T x and db of ``y = x W^T + b``, computed as torch does; x is read only for dW."""
     dy = dy.reshape(-1, dy.shape[-1])
-    dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else dy.new_empty(0)
-    return dweight, dy.sum(0) if want_bias else dy.new_empty(0)
+    dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else None
+    return dweight, dy.sum(0) if want_bias else None

@@ -11,7 +11,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, only_wanted, register
+from deepfast.ops.register import gradients, register
 from deepfast.reference.depth_attention import depth_attention as reference
 
 NORMS = ("rms", None)
@@ -53,27 +53,25 @@ def _fake(a):
 
 
 def _grad_forward(a):
-    results = _grad_fake(a)
+    results = dsources, dquery, dscores = _grad_fake(a)
     launch, sources, query, scores = launch_operands(a.sources, a.query, a.scores, a.backend)
-    dsources, dquery, dscores = only_wanted(results, a.wants)
-    hops, shape = a.most.shape[-1], sources[0].shape
-    dsources = [d.view(shape) for d in dsources or ()]
+    hops, dim = a.most.shape[-1], sources[0].shape[1]
     dlse = None if a.dlse is None else a.dlse.reshape(-1, hops).contiguous()
     dscores = None if dscores is None else dscores.view(scores.shape)
     launch.depth_attention_backward(
         sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps,
-        out=a.out.view(-1, shape[1]), most=a.most.view(-1, hops), total=a.total.view(-1, hops),
-        dout=common.rows(a.dout), dlse=dlse, dsources=dsources, accumulate=False, dquery=dquery,
-        dscores=dscores,
+        out=a.out.view(-1, dim), most=a.most.view(-1, hops), total=a.total.view(-1, hops),
+        dout=common.rows(a.dout), dlse=dlse, dsources=list(map(common.rows, dsources)),
+        accumulate=False, dquery=dquery, dscores=dscores,
     )  # fmt: skip
     return results
 
 
 def _grad_fake(a):
     first, (want_sources, *wants) = a.sources[0], a.wants
-    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
+    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
     given = (
-        first.new_empty(p.shape if want else 0, dtype=a.most.dtype)
+        first.new_empty(p.shape, dtype=a.most.dtype) if want else None
         for p, want in zip((a.query, a.scores), wants, strict=True)
     )
     return dsources, *given

@@ -15,7 +15,7 @@ from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.depth_attention import launch_operands
-from deepfast.ops.register import gradients, only_wanted, register
+from deepfast.ops.register import gradients, register
 from deepfast.reference.depth_mix import depth_mix as reference
 
 
@@ -40,7 +40,7 @@ def _has_norm(a) -> bool:
 def _forward(a):
     out, mean, rstd = _fake(a)
     launch, shared = _launch_operands(a, mean, rstd)
-    launch.depth_mix_forward(**shared, eps=a.eps, out=out.view(shared["sources"][0].shape))
+    launch.depth_mix_forward(**shared, eps=a.eps, out=common.rows(out))
     return out, mean, rstd
 
 
@@ -54,11 +54,9 @@ def _fake(a):
 
 def _grad_forward(a):
     launch, shared = _launch_operands(a, a.mean, a.rstd)
-    results = _grad_fake(a)
-    dsources, dweight, dnorm_weight, dnorm_bias = only_wanted(results, a.wants)
+    results = dsources, dweight, dnorm_weight, dnorm_bias = _grad_fake(a)
     launch.depth_mix_backward(
-        **shared, dout=common.rows(a.dout),
-        dsources=[d.view(shared["sources"][0].shape) for d in dsources or ()],
+        **shared, dout=common.rows(a.dout), dsources=list(map(common.rows, dsources)),
         dweight=dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
     )  # fmt: skip
     return results
@@ -67,9 +65,9 @@ def _grad_forward(a):
 def _grad_fake(a):
     first, (want_sources, *wants) = a.sources[0], a.wants
     dtype = compute_dtype(first.dtype)
-    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
+    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
     params = (
-        first.new_empty(p.shape if want else 0, dtype=dtype)
+        first.new_empty(p.shape, dtype=dtype) if want else None
         for p, want in zip((a.weight, a.norm_weight, a.norm_bias), wants, strict=True)
     )
     return dsources, *params
@@ -162,19 +160,16 @@ def mix_tokens_backward(
 
 def _token_grad_fake(a):
     first, (want_sources, want_weight) = a.sources[0], a.wants
-    dsources = [first.new_empty(first.shape if want_sources else 0) for _ in a.sources]
-    shape, dtype = a.weight.shape if want_weight else 0, compute_dtype(first.dtype)
-    return dsources, first.new_empty(shape, dtype=dtype)
+    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
+    dtype = compute_dtype(first.dtype)
+    return dsources, first.new_empty(a.weight.shape, dtype=dtype) if want_weight else None
 
 
 def _token_grad_forward(a):
-    dsources, dweight = _token_grad_fake(a)
-    want_sources, want_weight = a.wants
-    mix_tokens_backward(
-        a.sources, a.weight, a.dout, dsources if want_sources else [], False,
-        dweight if want_weight else None, a.backend,
-    )  # fmt: skip
-    return dsources, dweight
+    results = _token_grad_fake(a)
+    dsources, dweight = results
+    mix_tokens_backward(a.sources, a.weight, a.dout, dsources, False, dweight, a.backend)
+    return results
 
 
 def _token_fake(a):

@@ -84,11 +84,11 @@ def _grad_forward(a):
 
 
 def _empty_products(a, want, make):
-    """dup, dup_bias, ddown and ddown_bias, each empty where its entry of ``want`` is False."""
-    dup = make(a.up.shape if want.dup else 0)
-    dup_bias = make(a.up.shape[0] if want.dup_bias else 0, dtype=a.rstd.dtype)
-    ddown = make(a.down.shape if want.ddown else 0)
-    return dup, dup_bias, ddown, make(a.down.shape[0] if want.ddown_bias else 0)
+    """dup, dup_bias, ddown and ddown_bias, each None where its entry of ``want`` is False."""
+    dup = make(a.up.shape) if want.dup else None
+    dup_bias = make(a.up.shape[0], dtype=a.rstd.dtype) if want.dup_bias else None
+    ddown = make(a.down.shape) if want.ddown else None
+    return dup, dup_bias, ddown, make(a.down.shape[0]) if want.ddown_bias else None
 
 
 def _grad_fake(a):
@@ -107,7 +107,7 @@ def _grad_flops(a) -> int:
 
 _feed_forward_grad = register(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor mean, Tensor rstd, "
+    "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? mean, Tensor rstd, "
     "Tensor kept, float eps, bool rms, float dropout_p, Tensor? seed, str activation, "
     "float activation_p, Tensor? activation_seed, bool[] wants, str? backend) -> (Tensor dx, "
     "Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, "

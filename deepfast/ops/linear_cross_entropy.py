@@ -177,16 +177,17 @@ def _setup(ctx, a, results):
     ctx.mark_non_differentiable(*results[1:])
     # A hook on saved tensors may keep references to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    parameters = {"hidden": a.hidden, "weight": a.weight, "bias": a.bias}
     return {
         "hidden": results.dhidden, "weight": results.dweight, "bias": results.dbias,
         "scale": results.scale,
+        "dtypes": {name: None if x is None else x.dtype for name, x in parameters.items()},
     }  # fmt: skip
 
 
 def _backward(ctx, kept, grads):
-    factor = grads.loss * kept.pop("scale")
+    factor, dtypes = grads.loss * kept.pop("scale"), kept.pop("dtypes")
     overwrite = _may_overwrite(ctx, factor)
-    dtypes = dict(zip(ctx.needs._fields, ctx.dtypes, strict=True))
     return {
         name: _scaled(grad, factor, dtypes[name], overwrite)
         for name, grad in kept.items()

@@ -10,7 +10,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, no_flops, only_wanted, register
+from deepfast.ops.register import gradients, no_flops, register
 from deepfast.reference.layer_norm import layer_norm as reference
 
 TYPES = ("layer", "rms")
@@ -23,17 +23,14 @@ def compute(a):
 
     a: the op's operands; of the norm they are those of the op layer_norm below.
     """
-    x = common.rows(a.x)
+    x, (y, sum, mean, rstd) = common.rows(a.x), empty_results(a)
     _, launch = backends.choose("layer_norm", a.backend, x.device, x.dtype, x.shape[-1])
-    y, sum, mean, rstd = results = empty_results(a)
     launch.layer_norm_forward(
-        x=x, residual=None if a.residual is None else common.rows(a.residual),
-        weight=common.parameter(a.norm_weight, x.dtype),
+        x=x, residual=common.rows(a.residual), weight=common.parameter(a.norm_weight, x.dtype),
         bias=common.parameter(a.norm_bias, x.dtype), eps=a.eps, rms=a.rms, dropout_p=a.dropout_p,
-        seed=a.seed, sum=sum.view(x.shape) if _changed(a) else None, y=y.view(x.shape),
-        mean=None if a.rms else mean.view(-1), rstd=rstd.view(-1),
+        seed=a.seed, sum=common.rows(sum), y=common.rows(y), mean=mean, rstd=rstd,
     )  # fmt: skip
-    return results
+    return y, sum, mean, rstd
 
 
 def _changed(a) -> bool:
@@ -43,9 +40,10 @@ def _changed(a) -> bool:
 
 def empty_results(a):
     # Results are allocated in x's shape: the caller could not modify a view in place.
-    s = a.x.new_empty(a.x.shape if _changed(a) else 0)
-    rstd = a.x.new_empty(a.x.shape[:-1], dtype=compute_dtype(a.x.dtype))
-    return a.x.new_empty(a.x.shape), s, rstd.new_empty(0) if a.rms else torch.empty_like(rstd), rstd
+    y = common.empty_contiguous(a.x)
+    sum = torch.empty_like(y) if _changed(a) else None
+    rstd = y.new_empty(y.numel() // y.shape[-1], dtype=compute_dtype(y.dtype))
+    return y, sum, None if a.rms else torch.empty_like(rstd), rstd
 
 
 def recomputed(a):
@@ -55,36 +53,35 @@ def recomputed(a):
 
 
 def compute_grads(a, dy):
-    """dx, dresidual, dnorm_weight and dnorm_bias, each empty where its entry of ``wants`` is False.
+    """dx, dresidual, dnorm_weight and dnorm_bias, each None where its entry of ``wants`` is False.
 
     a: the operands of the op's gradient, see `layer_norm_grad` below.
     """
-    s = a.sum
-    _, launch = backends.choose("layer_norm", a.backend, s.device, s.dtype, s.shape[-1])
-    results = empty_grads(a)
-    dx, dresidual, dweight, dbias = only_wanted(results, a.wants[:4])
-    sum = common.rows(s)
+    sum, results = common.rows(a.sum), empty_grads(a)
+    dx, dresidual, dweight, dbias = results
+    _, launch = backends.choose("layer_norm", a.backend, sum.device, sum.dtype, sum.shape[-1])
     launch.layer_norm_backward(
         sum=sum, dy=torch.zeros_like(sum) if dy is None else common.rows(dy),
-        dsum=None if a.dsum is None else common.rows(a.dsum),
-        weight=common.parameter(a.norm_weight, s.dtype), rms=a.rms,
-        mean=None if a.rms else a.mean.view(-1), rstd=a.rstd.view(-1), dropout_p=a.dropout_p,
-        seed=a.seed, dx=None if dx is None else dx.view(sum.shape),
-        dresidual=None if dresidual is None else dresidual.view(sum.shape), dweight=dweight,
-        dbias=dbias,
+        dsum=common.rows(a.dsum), weight=common.parameter(a.norm_weight, sum.dtype), rms=a.rms,
+        mean=None if a.rms else a.mean, rstd=a.rstd, dropout_p=a.dropout_p, seed=a.seed,
+        dx=common.rows(dx), dresidual=common.rows(dresidual), dweight=dweight, dbias=dbias,
     )  # fmt: skip
     return results
 
 
 def empty_grads(a):
-    s, dim, dtype = a.sum, a.sum.shape[-1], a.rstd.dtype
-    dx, dresidual = (s.new_empty(s.shape if want else 0) for want in a.wants[:2])
-    return dx, dresidual, *(s.new_empty(dim if want else 0, dtype=dtype) for want in a.wants[2:4])
+    s, (want_x, want_residual, want_weight, want_bias, *_) = a.sum, a.wants
+    return (
+        common.empty_contiguous(s) if want_x else None,
+        common.empty_contiguous(s) if want_residual else None,
+        a.rstd.new_empty(s.shape[-1]) if want_weight else None,
+        a.rstd.new_empty(s.shape[-1]) if want_bias else None,
+    )
 
 
 _layer_norm_grad = register(
     "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? norm_weight, bool rms, "
-    "Tensor mean, Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
+    "Tensor? mean, Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
     "-> (Tensor dx, Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias)",
     lambda a: compute_grads(a, a.dy),
     fake=empty_grads,
@@ -115,13 +112,14 @@ def norm_gradients(op, ctx, kept: dict, dsum, **grads: Tensor | None) -> dict[st
     dsum: the gradient of the sum; it counts where the sum is not x itself.
     """
     dsum = dsum if ctx.changed else None
-    if all(grad is None for grad in (dsum, *grads.values())):
+    if dsum is None and set(grads.values()) == {None}:
         return {}
     # Without dropout x and residual have the same gradient, and get the same tensor object. Two
     # views of it would become the .grad of two leaves, which would then share memory.
     shared = kept["dropout_p"] == 0 and ctx.needs.residual
-    wants = {"dx": True, "dresidual": False} if shared else {}
-    found = gradients(op, ctx, kept, wants, dsum=dsum, **grads)
+    if shared:
+        ctx.needs = ctx.needs._replace(x=True, residual=False)
+    found = gradients(op, ctx, kept, dsum=dsum, **grads)
     if shared:
         found["residual"] = found["x"]
     return found

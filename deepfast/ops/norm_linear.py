@@ -22,9 +22,9 @@ def _fake(a):
 
 
 def _empty_products(a, make):
-    """dweight and dbias, each without elements where it is not wanted."""
+    """dweight and dbias, each None where it is not wanted."""
     shape, (*_, want_weight, want_bias) = a.weight.shape, a.wants
-    return make(shape if want_weight else 0), make(shape[0] if want_bias else 0)
+    return make(shape) if want_weight else None, make(shape[0]) if want_bias else None
 
 
 def _grad_forward(a):
@@ -38,7 +38,7 @@ def _grad_forward(a):
 
 _norm_linear_grad = register(
     "norm_linear_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? norm_weight, "
-    "Tensor? norm_bias, Tensor weight, Tensor mean, Tensor rstd, float eps, bool rms, "
+    "Tensor? norm_bias, Tensor weight, Tensor? mean, Tensor rstd, float eps, bool rms, "
     "float dropout_p, Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,

@@ -66,8 +66,6 @@ def _weight_grad(
 
 def _grad_forward(a):
     results = df, dweight, dpeephole, dh0, dc0 = _grad_fake(a)
-    want = _peephole_lstm_grad.results._make(a.wants)
-    dh0, dc0 = dh0 if want.dh0 else None, dc0 if want.dc0 else None
     dh, dh_last, dc_last, weight, lengths = map(
         _contiguous, (a.dh, a.dh_last, a.dc_last, a.weight, a.lengths)
     )
@@ -77,16 +75,16 @@ def _grad_forward(a):
         lengths=lengths, reverse=a.reverse, c=a.c, gates=a.gates, df=df, dh0=dh0, dc0=dc0,
         dpeephole=dpeephole,
     )  # fmt: skip
-    if want.dweight:
+    if dweight is not None:
         _weight_grad(df, a.h, a.h0, a.lengths, a.reverse, dweight)
     return results
 
 
 def _grad_fake(a):
     want, state = _peephole_lstm_grad.results._make(a.wants), a.h.shape[1:]
-    dweight = a.gates.new_empty((state[1], 4 * state[1]) if want.dweight else 0)
-    dh0 = a.gates.new_empty(state if want.dh0 else 0)
-    dc0 = a.c.new_empty(state if want.dc0 else 0)
+    dweight = a.gates.new_empty(state[1], 4 * state[1]) if want.dweight else None
+    dh0 = a.gates.new_empty(state) if want.dh0 else None
+    dc0 = a.c.new_empty(state) if want.dc0 else None
     return a.gates.new_empty(a.gates.shape), dweight, a.c.new_empty(3, state[1]), dh0, dc0
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
@@ -36,16 +37,17 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 def _intercepted() -> bool:
     """Whether a dispatch mode must see our ops. One with ``sees_through`` sees the ops inside."""
     depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and not all(
+    return not all(
         getattr(torch._C._get_dispatch_stack_at(i), "sees_through", False) for i in range(depth)
     )
 
 
 def watched(x: Tensor) -> bool:
-    """Whether something traces or intercepts ops on ``x``, or ``x`` has no data."""
+    """Whether something traces, intercepts or transforms ops on ``x``, or ``x`` has no data."""
     return (
         torch.compiler.is_compiling()
-        or _intercepted()
+        or (torch._C._len_torch_dispatch_stack() > 0 and _intercepted())
+        or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or type(x) not in _PLAIN
         or x.is_meta
@@ -57,13 +59,14 @@ def no_flops(_) -> int:
     return 0
 
 
-def _as_tuple(results) -> tuple[Tensor, ...]:
+def _as_tuple(results) -> tuple:
     """The results of an op as a tuple, also where the schema has a single one."""
     return (results,) if isinstance(results, Tensor) else results
 
 
-def _dtype(x) -> torch.dtype | None:
-    return x.dtype if isinstance(x, Tensor) else None
+def _first(args: tuple) -> Tensor:
+    """The first operand, or the first tensor of the list that it is."""
+    return args[0][0] if isinstance(args[0], list) else args[0]
 
 
 class Op(Protocol):
@@ -72,6 +75,8 @@ class Op(Protocol):
     operands: Any
     """The named tuples of its operands and of its results."""
     results: Any
+    gradient_of: list[str]
+    """Of the op of a gradient, the operands that its results belong to."""
 
     def __call__(self, *args: Any, **named: Any) -> tuple: ...
 
@@ -79,75 +84,84 @@ class Op(Protocol):
 class _Autograd:
     """Setup and backward of an op, shared by the bare node and the registered op."""
 
-    def __init__(self, name, operands, results, setup, backward):
-        self.name, self.operands, self.results = name, operands, results
+    def __init__(self, op, operands, results, setup, backward):
+        self.name, self.operands, self.results = operands.__name__, operands, results
         self.setup, self.differentiate = setup, backward
-        self.backward = common.first_order(name)(self._backward)
+        types = [str(argument.type) for argument in op._schema.arguments]
+        self.places = [i for i, kind in enumerate(types) if "Tensor" in kind]
+        """Which operands are tensors."""
+        self.has_list = types[0] == "List[Tensor]"
+        needs = namedtuple("needs", [operands._fields[i] for i in self.places])  # type: ignore[misc]
+        self.needs: Any = needs
+        self.backward = common.first_order(self.name)(self._backward)
+
+    def tensors(self, given: tuple) -> list[Tensor | None]:
+        """The tensors among the operands; a list of tensors, which comes first, one by one."""
+        found = [given[i] for i in self.places]
+        return [*found[0], *found[1:]] if self.has_list else found
 
     def save(self, ctx, given: tuple, results: tuple, bare: bool) -> None:
         ctx.set_materialize_grads(False)
-        ctx.bare = bare
-        ctx.dtypes = tuple(map(_dtype, given))
-        kept = self.setup(ctx, given, self.results._make(results))
-        listed = next((name for name, x in kept.items() if isinstance(x, list)), None)
-        flat = () if listed is None else kept.pop(listed)
-        ctx.names = [name for name, x in kept.items() if x is None or isinstance(x, Tensor)]
-        ctx.save_for_backward(*(kept.pop(name) for name in ctx.names), *flat)
-        ctx.listed, ctx.options = listed, kept
+        ctx.bare, ctx.listed, flat = bare, None, ()
+        kept = self.setup(ctx, given, self.results(*results))
+        if self.has_list:
+            ctx.listed = next((name for name, x in kept.items() if isinstance(x, list)), None)
+            flat = kept.pop(ctx.listed, ())
+        ctx.names = [name for name, x in kept.items() if isinstance(x, Tensor)]
+        ctx.save_for_backward(*map(kept.pop, ctx.names), *flat)
+        ctx.options = kept
 
     def _kept(self, ctx) -> dict:
-        tensors, count = ctx.saved_tensors, len(ctx.names)
-        kept = ctx.options | dict(zip(ctx.names, tensors[:count], strict=True))
+        tensors = ctx.saved_tensors
+        kept = ctx.options | dict(zip(ctx.names, tensors, strict=False))
         if ctx.listed is not None:
-            kept[ctx.listed] = list(tensors[count:])
+            kept[ctx.listed] = list(tensors[len(ctx.names) :])
         return kept
 
-    def _backward(self, ctx, needs: tuple, grads: tuple) -> list:
-        """The gradients of the operands in their order, in the operands' dtypes."""
-        ctx.needs = needs = self.operands._make(needs)
-        found = {}
-        if any(grad is not None for grad in grads):
-            missing = (None,) * (len(self.results._fields) - len(grads))
-            grads = self.results._make((*grads, *missing))
-            found = self.differentiate(ctx, self._kept(ctx), grads)
+    def _backward(self, ctx, needs, grads: tuple) -> list:
+        """The gradients of the tensors among the operands, in their order. Autograd casts them to
+        the operands' dtypes.
+
+        needs: whether each of them needs one; of a list of tensors a list.
+        """
+        ctx.needs, found = self.needs(*needs), {}
+        for grad in grads:
+            if grad is not None:
+                found = self.differentiate(ctx, self._kept(ctx), self.results(*grads))
+                break
         ordered = []
-        for name, need, dtype in zip(self.operands._fields, needs, ctx.dtypes, strict=True):
+        for name, need in zip(self.needs._fields, needs, strict=True):
             grad = found.pop(name, None)
-            if isinstance(need, list | tuple):
-                grad = grad or [None] * len(need)
-                grad = [g if wanted else None for g, wanted in zip(grad, need, strict=True)]
-            elif grad is not None:
-                grad = grad.to(dtype) if need else None
-            ordered.append(grad)
+            ordered.append(grad if need else None)
         if found:
-            raise TypeError(f"{self.name}: no operand is named {', '.join(found)}")
+            raise TypeError(f"{self.name}: no tensor is named {', '.join(found)}")
+        if self.has_list and not ordered[0]:
+            ordered[0] = [None] * len(needs[0])
         return ordered
 
 
 def _node(forward: Callable, autograd: _Autograd, public: int):
     """The op as a bare autograd node.
 
-    A node cannot take a list of tensors. The list, which comes first in the schema, is passed as
-    single tensors after its length.
+    It gets all operands as one and, for autograd, each tensor among them.
     """
 
     @common.traced_as(autograd.name)
     class Node(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, count, *args):
-            flat = args if count is None else (list(args[:count]), *args[count:])
-            given = autograd.operands._make(flat)
+        def forward(ctx, given, *_tensors):
             results = _as_tuple(forward(given))
             autograd.save(ctx, given, results, bare=True)
-            ctx.count = count
             return results[:public]
 
         @staticmethod
         def backward(ctx, *grads):
-            flat, count = ctx.needs_input_grad[1:], ctx.count
-            needs = flat if count is None else (flat[:count], *flat[count:])
-            first, *rest = autograd.backward(ctx, needs, grads)
-            return None, *([first] if count is None else first), *rest
+            needs = ctx.needs_input_grad[1:]
+            if not autograd.has_list:
+                return None, *autograd.backward(ctx, needs, grads)
+            count = len(needs) - len(autograd.places) + 1
+            first, *rest = autograd.backward(ctx, (needs[:count], *needs[count:]), grads)
+            return None, *first, *rest
 
     return common.bare_apply(Node)
 
@@ -185,7 +199,9 @@ def _define(schema: str) -> tuple:
     found = packet.default._schema
     # mypy wants to read the names in the source.
     operands = namedtuple(name, [argument.name for argument in found.arguments])  # type: ignore[misc]
-    results = namedtuple(f"{name}_results", [result.name or "out" for result in found.returns])  # type: ignore[misc]
+    names = [result.name or "out" for result in found.returns]
+    # Of the results only public ones have gradients; those of the others are None.
+    results = namedtuple(f"{name}_results", names, defaults=[None] * len(names))  # type: ignore[misc]
     return packet, operands, results
 
 
@@ -210,7 +226,8 @@ def register(
     Args:
         schema: a functional schema. Only the first operand may be a list of tensors.
         forward: (operands) -> a tuple of tensors, or one tensor where the schema has one result.
-            It runs on real tensors of any device.
+            It runs on real tensors of any device. A result that nobody needs may be None; the
+            registered op returns an empty tensor in its place.
         fake: the same for fake tensors.
         flops: (operands as shapes) -> multiplications and additions of the matrix products, as
             torch counts them. With ``raw_flops`` it gets the operands themselves.
@@ -228,13 +245,22 @@ def register(
     """
     packet, operands, results = _define(schema)
     op, name = packet.default, operands.__name__
-    autograd = _Autograd(name, operands, results, setup, backward) if backward else None
+    autograd = _Autograd(op, operands, results, setup, backward) if backward else None
 
-    def on_operands(function: Callable) -> Callable:
-        return lambda *args: function(operands._make(args))
+    def complete(function: Callable) -> Callable:
+        """``function`` of the operands in order, with an empty tensor for a missing result."""
 
-    LIBRARY.impl(name, on_operands(forward), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"deepfast::{name}", on_operands(fake), lib=LIBRARY)
+        def run(*args):
+            results, like = function(operands._make(args)), _first(args)
+            if isinstance(results, Tensor):
+                return results
+            return tuple(like.new_empty(0) if x is None else x for x in results)
+
+        return run
+
+    LIBRARY.impl(name, complete(forward), "CompositeExplicitAutograd")
+    fake = complete(fake)
+    torch.library.register_fake(f"deepfast::{name}", fake, lib=LIBRARY)
     register_flop_formula(packet, get_raw=raw_flops)(
         lambda *args, out_shape=None, out_val=None, **named: flops(operands(*args, **named))
     )
@@ -246,6 +272,7 @@ def register(
         _register_decomposition(op, operands, plain, fake)
     call = _caller(op, operands, forward, autograd, cast, public)
     call.operands, call.results = operands, results
+    call.gradient_of = [result[1:] for result in results._fields]
     return call
 
 
@@ -253,18 +280,19 @@ def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, publi
     """The function that calls the bare node in plain eager code, else the registered op."""
     node = _node(forward, autograd, public) if autograd else None
 
-    def eager(given) -> tuple[Tensor, ...]:
-        if node is None or not torch.is_grad_enabled():
-            return _as_tuple(forward(given))[:public]
-        if isinstance(given[0], list):
-            return node(len(given[0]), *given[0], *given[1:])
-        return node(None, *given)
+    def eager(given) -> tuple:
+        if node is not None and torch.is_grad_enabled():
+            tensors = autograd.tensors(given)
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return node(given, *tensors)
+        return _as_tuple(forward(given))[:public]
 
     def call(*args, **named) -> tuple[Tensor, ...]:
         given = operands(*args, **named)
-        if node is not None:
-            common.reverse_mode_only(autograd.name)
-        if watched(given[0][0] if isinstance(given[0], list) else given[0]):
+        if watched(_first(given)):
+            if node is not None:
+                common.reverse_mode_only(autograd.name)
             return _as_tuple(op(*given))[:public]
         if not torch._C._is_any_autocast_enabled():
             return eager(given)
@@ -283,7 +311,9 @@ def _register_autograd(autograd: _Autograd, public: int | None) -> None:
         autograd.save(ctx, autograd.operands._make(inputs), results, bare=False)
 
     def backward(ctx, *grads):
-        return tuple(autograd.backward(ctx, ctx.needs_input_grad, grads))
+        needs = [ctx.needs_input_grad[i] for i in autograd.places]
+        found = dict(zip(autograd.places, autograd.backward(ctx, needs, grads), strict=True))
+        return tuple(map(found.get, range(len(ctx.needs_input_grad))))
 
     torch.library.register_autograd(
         f"deepfast::{autograd.name}", backward, setup_context=setup, lib=LIBRARY
@@ -323,7 +353,7 @@ def _register_decomposition(op, operands: type, plain: Callable, fake: Callable)
             if len(op._schema.returns) == 1:
                 return results
             # What only backward reads is NaN here.
-            rest = fake(given)[len(results) :]
+            rest = fake(*given)[len(results) :]
             return *results, *(torch.full_like(x, torch.nan) for x in rest)
 
     torch.library.register_torch_dispatch(
@@ -331,22 +361,17 @@ def _register_decomposition(op, operands: type, plain: Callable, fake: Callable)
     )
 
 
-def only_wanted(results, wants) -> tuple:
-    """The results, None where one is not wanted."""
-    return tuple(x if want else None for x, want in zip(results, wants, strict=True))
-
-
-def gradients(op: Op, ctx, kept: dict, wants: dict | None = None, **grads) -> dict:
+def gradients(op: Op, ctx, kept: dict, **grads) -> dict:
     """The gradients of an op's operands by name; the registered op ``op`` computes them.
 
     op: takes ``kept``, ``grads`` and ``wants``, which says for each result whether to compute it.
         Its results have the names of the operands with a d in front.
-    wants: replaces entries of what ``ctx.needs`` gives.
     """
-    needs = {name: getattr(ctx.needs, name[1:]) for name in op.results._fields}
-    needs = {name: any(x) if isinstance(x, list | tuple) else x for name, x in needs.items()}
-    results = op(**kept, **grads, wants=list((needs | (wants or {})).values()))
-    return {name[1:]: grad for name, grad in zip(needs, results, strict=True)}
+    wants = []
+    for name in op.gradient_of:
+        need = getattr(ctx.needs, name)
+        wants.append(need if isinstance(need, bool) else any(need))
+    return dict(zip(op.gradient_of, op(**kept, **grads, wants=wants), strict=True))
 
 
 def _launch_flops(launch: Launch) -> Callable:

@@ -15,14 +15,15 @@ def _one_thread(threads):
         yield
 
 
-def test_the_overhead_of_a_boundary(monkeypatch, capsys):
+def test_the_overhead_of_calls(monkeypatch, capsys):
     monkeypatch.setattr(overhead, "LAYERS", 2)
+    monkeypatch.setattr(overhead, "CALLS", 2)
     monkeypatch.setattr(overhead, "keep_memory", lambda: None)
     assert overhead.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    number = r"\d+\.\d us"
-    for kind, line in zip(("plain", "full"), lines, strict=True):
-        assert re.match(f"{kind} boundary: forward, with launches {number}, both ways, ", line)
+    rows = re.findall(r"^ *\d+\.\d us (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 18
+    assert rows[:2] == ["ops.layer_norm, forward", "ops.layer_norm, both ways"]
+    assert rows[-1] == "full boundary, both ways, Python alone"
 
 
 def test_attention_beside_sdpa(capsys, monkeypatch):
