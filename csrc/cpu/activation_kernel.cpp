@@ -11,19 +11,6 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Calls put(lanes, d, dropout(value(lanes, d))) over the row of token `t`.
-template <class A, class F, class Put>
-DEEPFAST_INLINE void for_dropped(const Dropout& dropout, int64_t t, int64_t dim, const F& value,
-                                 const Put& put) {
-  if (dropout.threshold == 0) {
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) { put(lanes, d, value(lanes, d)); });
-    return;
-  }
-  for_drawn_lanes<A>(dropout, t, dim, [&](auto lanes, int64_t d, const uint16_t* draws) {
-    put(lanes, d, dropped<A>(lanes, value(lanes, d), draws, dropout));
-  });
-}
-
 template <class T>
 void forward(const ActivationForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
