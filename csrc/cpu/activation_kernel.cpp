@@ -11,30 +11,29 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Calls put(lanes, d, dropout(value(lanes, d))) over the row of token `t`.
-template <class A, class F, class Put>
-DEEPFAST_INLINE void for_dropped(const Dropout& dropout, int64_t t, int64_t dim, const F& value,
-                                 const Put& put) {
-  if (dropout.threshold == 0) {
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) { put(lanes, d, value(lanes, d)); });
-    return;
-  }
-  for_drawn_lanes<A>(dropout, t, dim, [&](auto lanes, int64_t d, const uint16_t* draws) {
-    put(lanes, d, dropped<A>(lanes, value(lanes, d), draws, dropout));
-  });
+// Whether results are stored past the caches: those of relu, because gelu takes longer than its bytes
+// do, and only where they overwrite no operand.
+template <class T, class Launch>
+DEEPFAST_INLINE bool streams(const Launch& op, const void* operand, const void* result) {
+  return op.kind == Launch::Kind::relu && operand != result &&
+         op.T * op.D * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
 }
 
 template <class T>
 void forward(const ActivationForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   const A *bias = at<A>(op.bias, 0), *none = nullptr;
+  const bool streamed = streams<T>(op, op.h.data, op.out.data);
   for (int64_t t = begin; t < end; ++t) {
     const T* h = row_of<T>(op.h, t);
     T* out = row_of<T>(op.out, t);
     const auto x_of = [&](auto lanes, int64_t d) {
       return affine(lanes, load(lanes, h + d), none, bias, d);
     };
-    const auto put = [&](auto lanes, int64_t d, auto y) { store(lanes, out + d, y); };
+    const bool past_caches = streamed && can_stream(out);
+    const auto put = [&](auto lanes, int64_t d, auto y) {
+      past_caches ? stream(lanes, out + d, y) : store(lanes, out + d, y);
+    };
     if (op.kind == decltype(op.kind)::relu) {
       const auto relu = [&](auto lanes, int64_t d) {
         const auto x = x_of(lanes, d);
@@ -50,6 +49,7 @@ void forward(const ActivationForward& op, int64_t begin, int64_t end) {
       for_dropped<A>(op.dropout, t, op.D, gelu, put);
     }
   }
+  if (streamed) end_stream();
 }
 
 template <class T>
@@ -58,11 +58,13 @@ void backward(const ActivationBackward& op, int64_t begin, int64_t end, int64_t 
   const A scale = static_cast<A>(op.dropout.scale);
   const A *bias = at<A>(op.bias, 0), *none = nullptr;
   A* dbias = at<A>(op.dbias, chunk * op.D);
+  const bool streamed = streams<T>(op, op.dout.data, op.dh.data) && op.saved.data != op.dh.data;
   for (int64_t t = begin; t < end; ++t) {
     const T *dout = row_of<T>(op.dout, t), *saved = row_of<T>(op.saved, t);
     T* dh = row_of<T>(op.dh, t);
+    const bool past_caches = streamed && can_stream(dh);
     const auto put = [&](auto lanes, int64_t d, auto g) {
-      store(lanes, dh + d, g);
+      past_caches ? stream(lanes, dh + d, g) : store(lanes, dh + d, g);
       if (dbias != nullptr) store(lanes, dbias + d, load(lanes, dbias + d) + g);
     };
     if (op.kind == decltype(op.kind)::relu) {
@@ -80,6 +82,7 @@ void backward(const ActivationBackward& op, int64_t begin, int64_t end, int64_t 
       for_dropped<A>(op.dropout, t, op.D, slope, put);
     }
   }
+  if (streamed) end_stream();
 }
 
 }  // namespace

@@ -13,16 +13,12 @@ DEEPFAST_INLINE void load_push(const Launch& op, int64_t t, compute_t<T>* row) {
   using A = compute_t<T>;
   const T* branch = row_of<T>(op.branch, t);
   const T* residual = op.residual.data == nullptr ? nullptr : row_of<T>(op.residual, t);
-  const auto put = [&](auto lanes, int64_t d, auto y) {
-    if (residual != nullptr) y += load(lanes, residual + d);
-    store(lanes, row + d, y);
-  };
-  if (op.dropout.threshold == 0)
-    for_lanes<A>(op.D, [&](auto lanes, int64_t d) { put(lanes, d, load(lanes, branch + d)); });
-  else
-    for_drawn_lanes<A>(op.dropout, t, op.D, [&](auto lanes, int64_t d, const uint16_t* draws) {
-      put(lanes, d, dropped<A>(lanes, load(lanes, branch + d), draws, op.dropout));
-    });
+  for_dropped<A>(
+      op.dropout, t, op.D, [&](auto lanes, int64_t d) { return load(lanes, branch + d); },
+      [&](auto lanes, int64_t d, auto y) {
+        if (residual != nullptr) y += load(lanes, residual + d);
+        store(lanes, row + d, y);
+      });
 }
 
 // x and, where it is wanted, out = norm(x) of R tokens from `t` on, from x in scratch memory.

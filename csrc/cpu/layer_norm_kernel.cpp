@@ -4,47 +4,94 @@
 //
 // With `rms` it is RMS normalisation: means count as 0, and rstd = 1 / sqrt(mean(s^2) + eps).
 //
-// One token's row is held in scratch memory (level-1 cache), so each operand is read once and each
-// result is written once. Compiled once per instruction set.
+// Each operand is read from memory once and each result is written once. Compiled once per
+// instruction set.
 #include "rows.h"
 
 namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
+// Tokens that forward takes at a time: their horizontal sums do not wait for each other, and weight
+// and bias are loaded once. With four, or with two long rows or results past the caches, reading and
+// writing so many rows at once costs more: they often lie a multiple of 4096 bytes apart. A row's
+// results are the same whether it comes alone or with another.
+constexpr int kRows = 2;
+
 template <class T, class Launch>
 DEEPFAST_INLINE bool streams(const Launch& op) {
   return op.T * op.D * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
 }
 
-template <class T, bool kRms>
-void forward(const LayerNormForward& op, int64_t begin, int64_t end) {
+// The values of an operand, or one in place of those of a missing one.
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> or_value(Lanes<N> lanes, const A* p, int64_t d, A missing) {
+  return p == nullptr ? broadcast(lanes, missing) : load(lanes, p + d);
+}
+
+// With `kept` the sum goes there first, and to its place past the caches when it was read.
+template <class T, int R>
+DEEPFAST_INLINE void forward_rows(const LayerNormForward& op, int64_t t, bool past_caches,
+                                  T* kept) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
-  const A *weight = at<A>(op.weight, 0), *bias = at<A>(op.bias, 0);
-  const bool plain = op.sum.data == nullptr;
-  Scratch<A> row(dim);
-  for (int64_t t = begin; t < end; ++t) {
-    if (!plain) {
-      load_row(row_of<T>(op.x, t), row.get(), dim);
-      if (op.dropout.threshold > 0) dropout_row<A>(op.dropout, t, row, dim);
-      if (op.residual.data != nullptr) add_row(row_of<T>(op.residual, t), row.get(), dim);
-      store_row(row.get(), row_of<T>(op.sum, t), dim);
-    }
-    // The statistics are those of the stored (rounded) sum, because backward reads that.
-    const T* s = row_of<T>(plain ? op.x : op.sum, t);
-    const auto m = moments<T>(s, dim, static_cast<A>(op.eps), kRms);
-    T* y = row_of<T>(op.y, t);
-    const bool past_caches = streams<T>(op) && can_stream(y);
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      const auto n = (load(lanes, s + d) - m.mean) * m.rstd;
-      const auto result = affine(lanes, n, weight, bias, d);
-      past_caches ? stream(lanes, y + d, result) : store(lanes, y + d, result);
-    });
-    if (!kRms) *at<A>(op.mean, t) = m.mean;
-    *at<A>(op.rstd, t) = m.rstd;
+  const bool plain = op.sum.data == nullptr, residual = op.residual.data != nullptr;
+  const T* s[R];
+  T *sum[R], *y[R];
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    y[r] = row_of<T>(op.y, t + r);
+    sum[r] = plain ? nullptr : row_of<T>(op.sum, t + r);
+    past_caches &= can_stream(y[r]) && can_stream(sum[r]);
   }
-  if (streams<T>(op)) end_stream();
+  // Not 16 bytes at a time, which fill a line too slowly beside those of y.
+  const bool late = past_caches && !plain && kLanes<float> * sizeof(T) >= 32;
+  for (int r = 0; r < R; ++r) {
+    const T* x = row_of<T>(op.x, t + r);
+    s[r] = x;
+    if (plain) continue;
+    T* to = late ? kept : sum[r];
+    for_dropped<A>(
+        op.dropout, t + r, dim, [&](auto lanes, int64_t d) { return load(lanes, x + d); },
+        [&](auto lanes, int64_t d, auto v) {
+          if (residual) v += load(lanes, row_of<T>(op.residual, t + r) + d);
+          store(lanes, to + d, v);
+        });
+    // The statistics are those of the stored (rounded) sum, because backward reads that.
+    s[r] = to;
+  }
+  Moments<A> m[R];
+  moments_of_each<T, R>(s, dim, static_cast<A>(op.eps), m, op.rms);
+  const A *weight = at<A>(op.weight, 0), *bias = at<A>(op.bias, 0);
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    // Loaded here, because a store to y might change them as far as the compiler knows.
+    const auto w = or_value(lanes, weight, d, A(1)), b = or_value(lanes, bias, d, A(0));
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+      if (past_caches && residual) {
+        // The next token's.
+        __builtin_prefetch(row_of<T>(op.x, t + 1) + d);
+        __builtin_prefetch(row_of<T>(op.residual, t + 1) + d);
+      }
+      const auto own = load(lanes, s[r] + d);
+      const auto result = (own - m[r].mean) * m[r].rstd * w + b;
+      past_caches ? stream(lanes, y[r] + d, result) : store(lanes, y[r] + d, result);
+      if (late) stream(lanes, sum[r] + d, own);
+    }
+  });
+  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    if (!op.rms) *at<A>(op.mean, t + r) = m[r].mean;
+    *at<A>(op.rstd, t + r) = m[r].rstd;
+  }
+}
+
+template <class T>
+void forward(const LayerNormForward& op, int64_t begin, int64_t end) {
+  const bool past_caches = streams<T>(op);
+  const Scratch<T> kept(past_caches && op.sum.data != nullptr ? op.D : 0);
+  int64_t t = begin;
+  if (!past_caches && op.D * sizeof(T) < 4096)
+    for (; t + kRows <= end; t += kRows) forward_rows<T, kRows>(op, t, past_caches, kept);
+  for (; t < end; ++t) forward_rows<T, 1>(op, t, past_caches, kept);
+  if (past_caches) end_stream();
 }
 
 // One token. The sum and dy are read twice, the second time from the level-1 cache. Rows are not
@@ -115,10 +162,7 @@ void backward(const LayerNormBackward& op, int64_t begin, int64_t end, int64_t c
 }  // namespace
 
 void layer_norm_forward(const LayerNormForward& op, int64_t begin, int64_t end, int64_t) {
-  with_storage(op.storage, [&](auto type) {
-    using T = decltype(type);
-    op.rms ? forward<T, true>(op, begin, end) : forward<T, false>(op, begin, end);
-  });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void layer_norm_backward(const LayerNormBackward& op, int64_t begin, int64_t end, int64_t chunk) {

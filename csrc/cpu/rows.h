@@ -96,6 +96,19 @@ DEEPFAST_INLINE vec_t<A, N> dropped(Lanes<N> lanes, vec_t<A, N> v, const uint16_
   return kept ? v * static_cast<A>(dropout.scale) : broadcast(lanes, A(0));
 }
 
+// Calls put(lanes, d, dropout(value(lanes, d))) over the row of token `t`.
+template <class A, class F, class Put>
+DEEPFAST_INLINE void for_dropped(const Dropout& dropout, int64_t t, int64_t dim, const F& value,
+                                 const Put& put) {
+  if (dropout.threshold == 0) {
+    for_lanes<A>(dim, [&](auto lanes, int64_t d) { put(lanes, d, value(lanes, d)); });
+    return;
+  }
+  for_drawn_lanes<A>(dropout, t, dim, [&](auto lanes, int64_t d, const uint16_t* draws) {
+    put(lanes, d, dropped<A>(lanes, value(lanes, d), draws, dropout));
+  });
+}
+
 // Row `t` under its dropout mask.
 template <class A>
 inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) {
@@ -128,17 +141,6 @@ struct Moments {
   A mean, rstd;
 };
 
-// The moments of a row that is divided by its root mean square: the mean counts as 0.
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE Moments<A> moments_without_mean(const T* row, int64_t dim, A eps) {
-  const auto sum = sum_over_lanes<A, RowSum<A>>(dim, [&](auto lanes, int64_t d, auto& s) {
-    const auto x = load(lanes, row + d);
-    s.add(x * x);
-  });
-  const A square = sum.total() / static_cast<A>(dim);
-  return {A(0), A(1) / static_cast<A>(__builtin_sqrt(square + eps))};
-}
-
 // The sums of several rows in one pass: their horizontal sums do not wait for each other.
 template <class Sums, int kRows>
 struct Each {
@@ -148,6 +150,23 @@ struct Each {
   }
 };
 
+// The moments of rows that are divided by their root mean square: the mean counts as 0.
+template <class T, int kRows, class A = compute_t<T>>
+DEEPFAST_INLINE void moments_without_mean(const T* const (&rows)[kRows], int64_t dim, A eps,
+                                          Moments<A> (&found)[kRows]) {
+  const auto sum =
+      sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
+        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+          const auto x = load(lanes, rows[r] + d);
+          s.row[r].add(x * x);
+        }
+      });
+  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+    const A square = sum.row[r].total() / static_cast<A>(dim);
+    found[r] = {A(0), A(1) / static_cast<A>(__builtin_sqrt(square + eps))};
+  }
+}
+
 // Two passes over each row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
 // mean and adds it to the mean, so a large mean or a constant row adds no rounding error (Chan,
 // Golub, LeVeque 1983). A row may be of storage type: reading it again from the level-1 cache is
@@ -155,11 +174,7 @@ struct Each {
 template <class T, int kRows, class A = compute_t<T>>
 DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim, A eps,
                                      Moments<A> (&found)[kRows], bool rms = false) {
-  if (rms) {
-    DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) found[r] =
-        moments_without_mean(rows[r], dim, eps);
-    return;
-  }
+  if (rms) return moments_without_mean<T, kRows>(rows, dim, eps, found);
   const auto sum =
       sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
         DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) s.row[r].add(load(lanes, rows[r] + d));

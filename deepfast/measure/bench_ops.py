@@ -1,4 +1,5 @@
-"""Times ops against plain PyTorch, in turns, forward alone and with backward: `deepfast bench`."""
+"""Times ops against plain PyTorch, in turns, forward without autograd and with backward:
+`deepfast bench`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from deepfast.cases.case import Case, Computed, Moved, Rows, torch_dropout, tupl
 from deepfast.clock import clock_of
 from deepfast.depth.schedule import depth_pattern
 from deepfast.measure.clock import COPY, copy_variant, interleave, ratio
-from deepfast.measure.forms import ATTENTION_FORMS, FORMS
+from deepfast.measure.forms import ATTENTION_FORMS, FORMS, Deepfast
 from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, AttentionResiduals
 
@@ -79,7 +80,7 @@ class _Stack(torch.nn.Module):
         self.connection = connection
 
     def forward(self, y):
-        return _stack(FORMS["deepfast"](self.connection), self.connection.rows, y)
+        return _stack(Deepfast(self.connection), self.connection.rows, y)
 
 
 class _StandIn:
@@ -177,9 +178,12 @@ def measure_case(
         forms["compiled"] = torch.compile(forms["torch"], fullgraph=True, dynamic=False)
 
     def run(form: Callable, backward: bool, cotangents: list):
-        outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
+        # Without autograd, `linear_cross_entropy` computes no gradient in forward.
+        with torch.set_grad_enabled(backward):
+            found = tuple_of(form(**leaves))
         if not backward:
-            return outputs
+            return found
+        outputs = [x for x in found if x.grad_fn is not None]
         if not cotangents:
             cotangents += map(torch.ones_like, outputs)
         return torch.autograd.grad(outputs, list(leaves.values()), cotangents)

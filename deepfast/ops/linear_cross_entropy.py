@@ -61,13 +61,24 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor
             torch.addmm(bias[part], hidden, weight[part].mT, out=logits[:, part])
 
 
-def _add_outer(total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool) -> None:
-    """``total += dlogits^T hidden`` in the dtype of ``total``; the ``first`` call overwrites it."""
+def _add_outer(
+    total: Tensor, dlogits: Tensor, hidden: Tensor, first: bool, result: torch.dtype
+) -> None:
+    """``total += dlogits^T hidden`` in the dtype of ``total``; the ``first`` call overwrites it.
+
+    The total is rounded to ``result`` in the end. Where that is bf16, a CPU rounds the product of
+    each chunk too, because its products of bf16 take half the time and have a bf16 result. That
+    error is no larger than the one of rounding the total or dlogits. fp16 could overflow.
+    """
     beta = 0 if first else 1
     if total.dtype == dlogits.dtype:
         total.addmm_(dlogits.mT, hidden, beta=beta)
     elif total.device.type == "cuda":
         torch.addmm(total, dlogits.mT, hidden, out_dtype=total.dtype, beta=beta, out=total)
+    elif result == torch.bfloat16:
+        for part in _classes(dlogits):
+            product = dlogits[:, part].mT @ hidden
+            total[part].copy_(product) if first else total[part].add_(product)
     else:
         hidden = hidden.to(total.dtype)
         for part in _classes(dlogits):
@@ -112,7 +123,7 @@ def _forward(a):
         if a.want_dhidden:
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
         if a.want_dweight:
-            _add_outer(dweight, logits, h, first=start == 0)
+            _add_outer(dweight, logits, h, first=start == 0, result=weight.dtype)
         if a.want_dbias:
             _add_sum(dbias, logits, first=start == 0)
     count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
