@@ -4,6 +4,10 @@
 
 #include "rows.h"
 
+// For a function that several variants of a kernel call: inlined into each it would take most of the
+// time to compile.
+#define DEEPFAST_SHARED __attribute__((noinline))
+
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
@@ -23,7 +27,7 @@ DEEPFAST_INLINE void load_push(const Launch& op, int64_t t, compute_t<T>* row) {
 
 // x and, where it is wanted, out = norm(x) of R tokens from `t` on, from x in scratch memory.
 template <class T, int R, class Launch>
-DEEPFAST_INLINE void store_output(const Launch& op, int64_t t, const compute_t<T>* x) {
+DEEPFAST_SHARED void store_output(const Launch& op, int64_t t, const compute_t<T>* x) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
   if (op.x.data != nullptr)
@@ -48,7 +52,7 @@ DEEPFAST_INLINE void store_output(const Launch& op, int64_t t, const compute_t<T
 // g, the gradient of x of R tokens: dx plus the gradient through the output's norm. With a dout, `x`
 // holds x.
 template <class T, int R, class Launch>
-DEEPFAST_INLINE void output_gradient(const Launch& op, int64_t t, int64_t chunk,
+DEEPFAST_SHARED void output_gradient(const Launch& op, int64_t t, int64_t chunk,
                                      const compute_t<T>* x, compute_t<T>* g) {
   using A = compute_t<T>;
   const int64_t dim = op.D;

@@ -92,7 +92,7 @@ class NearSources {
 
 // y, normalised or not, into its slot.
 template <class T, int R>
-DEEPFAST_INLINE void push(const BoundaryForward& op, int64_t t, compute_t<T>* rows) {
+DEEPFAST_SHARED void push(const BoundaryForward& op, int64_t t, compute_t<T>* rows) {
   using A = compute_t<T>;
   const A* row[R];
   DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
@@ -132,7 +132,7 @@ void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
 // u += weight * g and dweight += <g, z> for P rows from the i-th on of those that read the state, and
 // R tokens. Per channel dweight += g * z goes to the chunk's sums, else to `dots`.
 template <class T, int R, int P, class G>
-DEEPFAST_INLINE void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
+DEEPFAST_SHARED void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
                           const G* const (&grads)[P][R], const compute_t<T>* n,
                           RowSum<compute_t<T>>* dots, compute_t<T>* u) {
   using A = compute_t<T>;
@@ -199,7 +199,7 @@ DEEPFAST_INLINE void pull_all(const BoundaryBackward& op, int64_t t, int64_t chu
 
 // The gradient of the pushed y from u, that of z, in place.
 template <class T, int R>
-DEEPFAST_INLINE void source_gradient(const BoundaryBackward& op, int64_t t, int64_t chunk,
+DEEPFAST_SHARED void source_gradient(const BoundaryBackward& op, int64_t t, int64_t chunk,
                                      const compute_t<T>* n, compute_t<T>* u) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
