@@ -255,17 +255,18 @@ def explain(
     }
 
 
-# The dictionary inside of os.environ. Every call of an op looks there, and `os.environ.get` takes
-# longer than all else in `choose`: it raises and catches an error where a variable is missing.
-_ENVIRONMENT: dict = os.environ._data  # type: ignore[attr-defined]
 _VARIABLE = os.environ.encodekey("DEEPFAST_BACKEND")
 
 
 def requested_backend(requested: str | None = None) -> str | None:
     """The argument, else the environment variable DEEPFAST_BACKEND, else None."""
-    if requested is not None or _VARIABLE not in _ENVIRONMENT:
+    if requested is not None:
         return requested
-    return os.environ["DEEPFAST_BACKEND"] or None
+    # Every call of an op looks here. Where a variable is missing, `get` raises and catches an
+    # error, which takes longer than all else in `choose`: first look into the dictionary inside.
+    if _VARIABLE not in getattr(os.environ, "_data", (_VARIABLE,)):
+        return None
+    return os.environ.get("DEEPFAST_BACKEND") or None
 
 
 def preview(

@@ -1,5 +1,7 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
+import os
+
 import pytest
 import torch
 
@@ -201,3 +203,11 @@ def test_a_limit_of_threads_warns(python):
     environment = {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}
     said = python("-c", "import deepfast.backend", **environment).stderr
     assert "OMP_THREAD_LIMIT=1 limits parallel loops to 1 of 2 threads" in said
+
+
+def test_an_environment_in_place_of_os_environ(monkeypatch):
+    monkeypatch.setenv("DEEPFAST_BACKEND", "reference")
+    monkeypatch.setattr(os, "environ", {})
+    assert backend.requested_backend() is None
+    monkeypatch.setattr(os, "environ", {"DEEPFAST_BACKEND": "cpu"})
+    assert backend.requested_backend() == "cpu"
