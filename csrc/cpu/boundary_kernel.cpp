@@ -134,7 +134,7 @@ void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
 // each call, because behind a norm it is near 0 for each token while its terms are not.
 template <class T, int R, int P, class G>
 DEEPFAST_SHARED void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
-                          const G* const (&grads)[P][R], const compute_t<T>* n, compute_t<T>* dots,
+                          const G* const (&grads)[P][R], const compute_t<T>* n, double* dots,
                           compute_t<T>* u) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
@@ -174,7 +174,7 @@ DEEPFAST_SHARED void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
 
 template <class T, int R, int P>
 DEEPFAST_INLINE void pull_stored(const BoundaryBackward& op, int64_t t, int64_t chunk, int64_t i,
-                                 const compute_t<T>* n, compute_t<T>* dots, compute_t<T>* u) {
+                                 const compute_t<T>* n, double* dots, compute_t<T>* u) {
   const T* grads[P][R];
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) grads[p][r] = row_of<T>(op.grads, op.pull_slots[i + p], t + r);
@@ -183,7 +183,7 @@ DEEPFAST_INLINE void pull_stored(const BoundaryBackward& op, int64_t t, int64_t 
 
 template <class T, int R>
 DEEPFAST_INLINE void pull_all(const BoundaryBackward& op, int64_t t, int64_t chunk,
-                              const compute_t<T>* g, const compute_t<T>* n, compute_t<T>* dots,
+                              const compute_t<T>* g, const compute_t<T>* n, double* dots,
                               compute_t<T>* u) {
   int64_t i = 0;
   // This row's gradient is still in scratch memory, in full precision.
@@ -231,8 +231,8 @@ void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t ch
   using A = compute_t<T>;
   const int64_t dim = op.D, pulls = op.pull_rows.count;
   Scratch<A> x(kTokens * dim), g(kTokens * dim), u(kTokens * dim);
-  Scratch<A> dots(pulls);
-  for (int64_t i = 0; i < pulls; ++i) dots[i] = A(0);
+  Scratch<double> dots(pulls);
+  for (int64_t i = 0; i < pulls; ++i) dots[i] = 0;
   const NearSources<T, kChannel> sources(op);
   const auto tokens = [&](auto count, int64_t t) {
     constexpr int R = count.n;
@@ -254,7 +254,8 @@ void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t ch
   for (; t + kTokens <= end; t += kTokens) tokens(Lanes<kTokens>{}, t);
   for (; t < end; ++t) tokens(Lanes<1>{}, t);
   if (op.weight.per_channel || op.dweight.data == nullptr) return;
-  for (int64_t i = 0; i < pulls; ++i) *at<A>(op.dweight.data, chunk * pulls + i) = dots[i];
+  for (int64_t i = 0; i < pulls; ++i)
+    *at<A>(op.dweight.data, chunk * pulls + i) = static_cast<A>(dots[i]);
 }
 
 // Calls f(storage type, whether sources have factors per channel).
