@@ -51,7 +51,8 @@ class NearSources {
   }
 
   // x = partial + sum over the near sources of W[k, j] z_j, of R tokens from `t` on. The sums stay in
-  // registers over all sources. One token after another: each more row of a source is one more stream
+  // registers over all sources, and the biases come last: before the others they would double the
+  // rounding error. One token after another: each more row of a source is one more stream
   // from memory.
   template <int R, class Launch>
   DEEPFAST_INLINE void mix(const Launch& op, int64_t t, A* x) const {
@@ -70,8 +71,8 @@ class NearSources {
     constexpr Lanes<N> lanes;
     vec_t<A, N> sum[V];
     DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-      sum[v] = kChannel ? load(lanes, bias_ + d + v * N) : vec_t<A, N>{};
-      if (op.partial.data != nullptr) sum[v] += load(lanes, row_of<T>(op.partial, t) + d + v * N);
+      sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
+                                          : vec_t<A, N>{};
     }
     for (int64_t i = 0; i < count_; ++i) {
       const T* n = state_[i] + t * stride_ + d;
@@ -81,7 +82,10 @@ class NearSources {
         sum[v] += factor * load(lanes, n + v * N);
       }
     }
-    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
+    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+      if constexpr (kChannel) sum[v] += load(lanes, bias_ + d + v * N);
+      store(lanes, x + d + v * N, sum[v]);
+    }
   }
 
   int64_t count_, dim_, stride_;
