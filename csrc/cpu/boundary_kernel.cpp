@@ -15,84 +15,63 @@ constexpr int kTokens = 2;
 // Rows whose gradients are pulled at once.
 constexpr int kPulled = 4;
 
-// The near sources, and what all tokens share: the factors w_k * norm_weight_k and the sum of
-// w_k * norm_bias_k. Without weights per channel and norms, a factor is the weight alone.
-template <class T, bool kChannel>
-class NearSources {
-  using A = compute_t<T>;
-
- public:
-  template <class Launch>
-  explicit NearSources(const Launch& op)
-      : count_(op.near.count),
-        dim_(op.D),
-        stride_(op.states.row_stride),
-        state_(count_),
-        weight_(count_),
-        factor_(kChannel ? count_ * op.D : 0),
-        bias_(kChannel ? op.D : 0) {
-    if constexpr (kChannel) memset(bias_.get(), 0, op.D * sizeof(A));
-    for (int64_t i = 0; i < count_; ++i) {
-      const int64_t k = op.near[i];
-      state_[i] = row_of<T>(op.states, k, 0);
-      weight_[i] = weight_of<A>(op.weight, op.k, k, op.R);
-      if constexpr (kChannel) {
-        const A *norm_weight = at<A>(op.norm_weight, k * op.D),
-                *norm_bias = at<A>(op.norm_bias, k * op.D);
-        for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
-          const auto w =
-              op.weight.per_channel ? load(lanes, weight_[i] + d) : broadcast(lanes, *weight_[i]);
-          store(lanes, factor_ + i * op.D + d, affine<A>(lanes, w, norm_weight, nullptr, d));
-          if (norm_bias != nullptr)
-            store(lanes, bias_ + d, load(lanes, bias_ + d) + w * load(lanes, norm_bias + d));
-        });
-      }
-    }
-  }
-
-  // x = partial + sum over the near sources of W[k, j] z_j, of R tokens from `t` on. The sums stay in
-  // registers over all sources, and the biases come last: before the others they would double the
-  // rounding error. One token after another: each more row of a source is one more stream
-  // from memory.
-  template <int R, class Launch>
-  DEEPFAST_INLINE void mix(const Launch& op, int64_t t, A* x) const {
-    constexpr int N = kLanes<A>, V = 4;
-    for (int r = 0; r < R; ++r, ++t, x += dim_) {
-      int64_t d = 0;
-      for (; d + V * N <= dim_; d += V * N) mix_registers<N, V>(op, t, d, x);
-      for (; d + N <= dim_; d += N) mix_registers<N, 1>(op, t, d, x);
-      for (; d < dim_; ++d) mix_registers<1, 1>(op, t, d, x);
-    }
-  }
-
- private:
-  template <int N, int V, class Launch>
-  DEEPFAST_INLINE void mix_registers(const Launch& op, int64_t t, int64_t d, A* x) const {
-    constexpr Lanes<N> lanes;
-    vec_t<A, N> sum[V];
-    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-      sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
-                                          : vec_t<A, N>{};
-    }
-    for (int64_t i = 0; i < count_; ++i) {
-      const T* n = state_[i] + t * stride_ + d;
-      DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-        const auto factor =
-            kChannel ? load(lanes, factor_ + i * dim_ + d + v * N) : broadcast(lanes, *weight_[i]);
-        sum[v] += factor * load(lanes, n + v * N);
-      }
-    }
-    DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-      if constexpr (kChannel) sum[v] += load(lanes, bias_ + d + v * N);
-      store(lanes, x + d + v * N, sum[v]);
-    }
-  }
-
-  int64_t count_, dim_, stride_;
-  Scratch<const T*> state_;
-  Scratch<const A*> weight_;
-  Scratch<A> factor_, bias_;
+// A near source, with its addresses computed once for all tokens.
+template <class T>
+struct Source {
+  const T* state;  // at token 0
+  const compute_t<T>*norm_weight, *norm_bias, *weight;
 };
+
+template <class T, class Launch>
+void find_sources(const Launch& op, Source<T>* sources) {
+  using A = compute_t<T>;
+  for (int64_t i = 0; i < op.near.count; ++i) {
+    const int64_t j = op.near[i];
+    sources[i] = {row_of<T>(op.states, j, 0), at<A>(op.norm_weight, j * op.D),
+                  at<A>(op.norm_bias, j * op.D), weight_of<A>(op.weight, op.k, j, op.R)};
+  }
+}
+
+// x = partial + sum over the near sources of W[k, j] z_j, V vectors of channels at a time. The sum
+// stays in registers over all sources.
+template <class T, int N, int V, bool PerChannel, class Launch>
+DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sources, int64_t t,
+                                        int64_t d, compute_t<T>* x) {
+  using A = compute_t<T>;
+  constexpr Lanes<N> lanes;
+  vec_t<A, N> sum[V];
+  for (int v = 0; v < V; ++v)
+    sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
+                                        : vec_t<A, N>{};
+  for (int64_t i = 0; i < op.near.count; ++i) {
+    const T* n = sources[i].state + t * op.states.row_stride + d;
+    const A *norm_weight = sources[i].norm_weight, *norm_bias = sources[i].norm_bias;
+    const A* weight = sources[i].weight;
+    for (int v = 0; v < V; ++v) {
+      const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
+      sum[v] += w * affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
+    }
+  }
+  for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
+}
+
+template <class T, bool PerChannel, class Launch>
+DEEPFAST_INLINE void mix_near_row(const Launch& op, const Source<T>* sources, int64_t t,
+                                  compute_t<T>* x) {
+  constexpr int N = kLanes<compute_t<T>>, V = 4;
+  int64_t d = 0;
+  for (; d + V * N <= op.D; d += V * N)
+    mix_near_registers<T, N, V, PerChannel>(op, sources, t, d, x);
+  for (; d + N <= op.D; d += N) mix_near_registers<T, N, 1, PerChannel>(op, sources, t, d, x);
+  for (; d < op.D; ++d) mix_near_registers<T, 1, 1, PerChannel>(op, sources, t, d, x);
+}
+
+template <class T, class Launch>
+DEEPFAST_INLINE void mix_near(const Launch& op, const Source<T>* sources, int64_t t,
+                              compute_t<T>* x) {
+  op.weight.per_channel ? mix_near_row<T, true>(op, sources, t, x)
+                        : mix_near_row<T, false>(op, sources, t, x);
+}
 
 // y, normalised or not, into its slot.
 template <class T, int R>
@@ -119,13 +98,14 @@ DEEPFAST_SHARED void push(const BoundaryForward& op, int64_t t, compute_t<T>* ro
   }
 }
 
-template <class T, bool kChannel>
+template <class T>
 void forward(const BoundaryForward& op, int64_t begin, int64_t end) {
   Scratch<compute_t<T>> rows(kTokens * op.D);
-  const NearSources<T, kChannel> sources(op);
+  Scratch<Source<T>> sources(op.near.count);
+  find_sources<T>(op, sources.get());
   const auto tokens = [&](auto count, int64_t t) {
     if (op.branch.data != nullptr) push<T, count.n>(op, t, rows);
-    sources.template mix<count.n>(op, t, rows);
+    for (int r = 0; r < count.n; ++r) mix_near<T>(op, sources.get(), t + r, rows + r * op.D);
     store_output<T, count.n>(op, t, rows);
   };
   int64_t t = begin;
@@ -230,17 +210,19 @@ DEEPFAST_SHARED void source_gradient(const BoundaryBackward& op, int64_t t, int6
     });
 }
 
-template <class T, bool kChannel>
+template <class T>
 void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.D, pulls = op.pull_rows.count;
   Scratch<A> x(kTokens * dim), g(kTokens * dim), u(kTokens * dim);
   Scratch<double> dots(pulls);
   for (int64_t i = 0; i < pulls; ++i) dots[i] = 0;
-  const NearSources<T, kChannel> sources(op);
+  Scratch<Source<T>> sources(op.near.count);
+  find_sources<T>(op, sources.get());
   const auto tokens = [&](auto count, int64_t t) {
     constexpr int R = count.n;
-    if (op.dout.data != nullptr) sources.template mix<R>(op, t, x);
+    if (op.dout.data != nullptr)
+      for (int r = 0; r < R; ++r) mix_near<T>(op, sources.get(), t + r, x + r * dim);
     output_gradient<T, R>(op, t, chunk, x, g);
     A* n = x;
     for (int r = 0; r < R; ++r) {
@@ -262,26 +244,14 @@ void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t ch
     *at<A>(op.dweight.data, chunk * pulls + i) = static_cast<A>(dots[i]);
 }
 
-// Calls f(storage type, whether sources have factors per channel).
-template <class Launch, class F>
-DEEPFAST_INLINE void with_kind(const Launch& op, const F& f) {
-  with_storage(op.storage, [&](auto type) {
-    op.weight.per_channel || op.norm_weight != nullptr ? f(type, Lanes<1>{}) : f(type, Lanes<0>{});
-  });
-}
-
 }  // namespace
 
 void boundary_forward(const BoundaryForward& op, int64_t begin, int64_t end, int64_t) {
-  with_kind(op, [&](auto type, auto channel) {
-    forward<decltype(type), channel.n != 0>(op, begin, end);
-  });
+  with_storage(op.storage, [&](auto type) { forward<decltype(type)>(op, begin, end); });
 }
 
 void boundary_backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
-  with_kind(op, [&](auto type, auto channel) {
-    backward<decltype(type), channel.n != 0>(op, begin, end, chunk);
-  });
+  with_storage(op.storage, [&](auto type) { backward<decltype(type)>(op, begin, end, chunk); });
 }
 
 }  // namespace DEEPFAST_ISA
