@@ -82,13 +82,15 @@ DEEPFAST_SHARED void output_gradient(const Launch& op, int64_t t, int64_t chunk,
       });
 }
 
-// u, the gradient of the pushed y, as those of residual and branch. It overwrites u.
+// u, the gradient of the pushed y, as those of residual and branch.
 template <class T, class Launch>
 DEEPFAST_INLINE void store_push_gradient(const Launch& op, int64_t t, compute_t<T>* u) {
   if (op.dresidual.data != nullptr) store_row(u, row_of<T>(op.dresidual, t), op.D);
   if (op.dbranch.data == nullptr) return;
-  if (op.dropout.threshold > 0) dropout_row<compute_t<T>>(op.dropout, t, u, op.D);
-  store_row(u, row_of<T>(op.dbranch, t), op.D);
+  T* dbranch = row_of<T>(op.dbranch, t);
+  for_dropped<compute_t<T>>(
+      op.dropout, t, op.D, [&](auto lanes, int64_t d) { return load(lanes, u + d); },
+      [&](auto lanes, int64_t d, auto value) { store(lanes, dbranch + d, value); });
 }
 
 // Later blocks' share of u, or zeros.

@@ -57,6 +57,7 @@ class Factors {
     if constexpr (kKind != Kind::plain) return load(lanes, values_ + k * dim_ + d);
     return broadcast(lanes, weight_[k]);
   }
+  const A* row(int64_t k) const { return values_ + k * dim_; }
 
  private:
   const A* weight_;
@@ -66,8 +67,7 @@ class Factors {
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// sums += factor_k * n_k for K sources from k0 on. The first sums begin with `bias`, the last ones
-// are the result.
+// sums += factor_k * n_k for K sources from k0 on. The last sums plus `bias` are the result.
 template <class T, int K, Kind kKind>
 void add_sources(const DepthMixForward& op, const Tile& tile, int64_t k0,
                  const Factors<compute_t<T>, kKind>& factors, const compute_t<T>* bias,
@@ -86,17 +86,16 @@ void add_sources(const DepthMixForward& op, const Tile& tile, int64_t k0,
       }
     }
     A* sum = sums + (t - tile.t0) * dim;
-    const A* before = k0 == 0 ? bias : sum;
     T* out = row_of<T>(op.out, t);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       sources.template prefetch<decltype(lanes)::n>(d);
-      auto s = load(lanes, before + d);
+      auto s = k0 == 0 ? broadcast(lanes, A(0)) : load(lanes, sum + d);
       DEEPFAST_UNROLL for (int k = 0; k < K; ++k) {
         auto n = load(lanes, sources.row[k] + d);
         if constexpr (kKind == Kind::norm) n = (n - m[k].mean) * m[k].rstd;
         s += factors.at_channel(lanes, k0 + k, d) * n;
       }
-      last ? store(lanes, out + d, s) : store(lanes, sum + d, s);
+      last ? store(lanes, out + d, s + load(lanes, bias + d)) : store(lanes, sum + d, s);
     });
   }
 }
@@ -166,48 +165,35 @@ DEEPFAST_INLINE void source_gradient(const DepthMixBackward& op, int64_t k, int6
     return n;
   };
   const auto put = [&](auto lanes, int r, int64_t d, auto value) {
+    if (!wanted) return;
     past_caches ? stream(lanes, dx[r] + d, value) : store(lanes, dx[r] + d, value);
   };
   A* products = sums.products == nullptr ? nullptr : sums.products + k * dim;
-  auto totals =
-      sum_over_lanes<A, Each<RowSums<A>, R>, 2>(dim, [&](auto lanes, int64_t d, auto& total) {
-        const auto factor = factors.at_channel(lanes, k, d);
-        auto product = broadcast(lanes, A(0));
-        DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
-          __builtin_prefetch(ahead[r] + d, 0, 2);
-          const auto own = load(lanes, g + r * dim + d);
-          const auto n = normalised(lanes, r, d), dn = own * factor;
-          product += own * n;
-          if constexpr (kKind == Kind::plain) total.row[r].first.add(own * n);
-          if constexpr (kKind == Kind::norm) {
-            total.row[r].first.add(dn);
-            total.row[r].second.add(dn * n);
-          } else if (wanted) {
-            put(lanes, r, d, dn);
-          }
-        }
-        if constexpr (kKind != Kind::plain)
-          if (products != nullptr) store(lanes, products + d, load(lanes, products + d) + product);
-      });
-  if constexpr (kKind == Kind::plain) {
-    DEEPFAST_UNROLL for (int r = 1; r < R; ++r) totals.row[0].add(totals.row[r]);
-    sums.dots[k] += totals.row[0].first.total();
-  }
   if constexpr (kKind == Kind::norm) {
-    if (!wanted) return;
-    A first[R], second[R];
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
-      first[r] = totals.row[r].first.total() / static_cast<A>(dim);
-      second[r] = totals.row[r].second.total() / static_cast<A>(dim);
-    }
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      const auto factor = factors.at_channel(lanes, k, d);
-      DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
-        const auto dn = load(lanes, g + r * dim + d) * factor;
-        put(lanes, r, d, rstd[r] * (dn - normalised(lanes, r, d) * second[r] - first[r]));
-      }
-    });
+    norm_gradient<A, R>(
+        dim, {factors.row(k), products, nullptr}, false, rstd,
+        [&](auto lanes, int r, int64_t d) {
+          __builtin_prefetch(ahead[r] + d, 0, 2);
+          return load(lanes, g + r * dim + d);
+        },
+        normalised, put);
+    return;
   }
+  const auto totals = sum_over_lanes<A, RowSum<A>, 2>(dim, [&](auto lanes, int64_t d, auto& total) {
+    const auto factor = factors.at_channel(lanes, k, d);
+    auto product = broadcast(lanes, A(0));
+    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(ahead[r] + d, 0, 2);
+      const auto own = load(lanes, g + r * dim + d);
+      product += own * normalised(lanes, r, d);
+      put(lanes, r, d, own * factor);
+    }
+    if constexpr (kKind == Kind::plain)
+      total.add(product);
+    else if (products != nullptr)
+      store(lanes, products + d, load(lanes, products + d) + product);
+  });
+  if constexpr (kKind == Kind::plain) sums.dots[k] += totals.total();
 }
 
 // The gradients of the parameters of source k:

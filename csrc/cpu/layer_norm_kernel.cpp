@@ -138,8 +138,9 @@ DEEPFAST_INLINE void backward_row(const LayerNormBackward& op, int64_t t, comput
     }
   });
   if (!dropout || dx == nullptr) return;
-  dropout_row<A>(op.dropout, t, dropped, dim);
-  store_row(dropped, dx, dim);
+  for_dropped<A>(
+      op.dropout, t, dim, [&](auto lanes, int64_t d) { return load(lanes, dropped + d); },
+      [&](auto lanes, int64_t d, auto value) { store(lanes, dx + d, value); });
 }
 
 template <class T, bool kRms>

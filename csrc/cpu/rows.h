@@ -109,14 +109,6 @@ DEEPFAST_INLINE void for_dropped(const Dropout& dropout, int64_t t, int64_t dim,
   });
 }
 
-// Row `t` under its dropout mask.
-template <class A>
-inline void dropout_row(const Dropout& dropout, int64_t t, A* row, int64_t dim) {
-  for_drawn_lanes<A>(dropout, t, dim, [&](auto lanes, int64_t d, const uint16_t* draws) {
-    store(lanes, row + d, dropped<A>(lanes, load(lanes, row + d), draws, dropout));
-  });
-}
-
 // The largest value of a row. A NaN is skipped; sums over the row become NaN.
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE A row_max(const T* row, int64_t n) {
