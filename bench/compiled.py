@@ -19,8 +19,8 @@ from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case
 from deepfast.measure.bench_ops import CASES, Sizes, connection, measure_case
 from deepfast.measure.clock import keep_memory
-from deepfast.measure.forms import ATTENTION_FORMS, FORMS
-from deepfast.nn import DLCL, AttentionResiduals
+from deepfast.measure.forms import ATTENTION_FORMS
+from deepfast.nn import AttentionResiduals
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Make = Callable[[Sizes], Case]
@@ -28,10 +28,6 @@ Make = Callable[[Sizes], Case]
 
 def _mix(count: int, norm: tuple[str, ...] = ()) -> Make:
     return lambda s: ops.depth_mix("", s.rows, count, norm=norm)
-
-
-def _dlcl(s: Sizes) -> Case:
-    return connection(s, DLCL(s.layers, s.dim), FORMS, "loop of adds")
 
 
 def _attention_residuals(s: Sizes) -> Case:
@@ -63,7 +59,7 @@ def _rows() -> dict[str, tuple[Make, Sizes]]:
             lambda s: sentences.linear_cross_entropy("", s.rows, 16_000), made
         )  # fmt: skip
     for layers in (6, 12, 24):
-        found[f"dlcl_{layers}"] = _dlcl, size(tokens=2048, dim=256, layers=layers)
+        found[f"dlcl_{layers}"] = CASES["DLCL"], size(tokens=2048, dim=256, layers=layers)
     found["attention_residuals_6"] = _attention_residuals, size(tokens=2048, dim=256, layers=6)
     return found
 

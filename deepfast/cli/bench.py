@@ -82,15 +82,8 @@ def show(about: str, rows: list[dict]) -> None:
     op, backend = (Column(name, no_wrap=True) for name in ("op", "backend"))
     compiling = [row["compile_seconds"] for row in rows if row["compile_seconds"] is not None]
     compiled = ["compiled"] if compiling else []
-    columns: list[Column | str] = [
-        op,
-        "deepfast",
-        backend,
-        "torch",
-        *compiled,
-        "ratio",
-        "of a copy",
-    ]
+    columns: list[Column | str] = [op, "deepfast", backend, "torch", *compiled]
+    columns += "ratio", "of a copy"
     print(f"{about}; milliseconds")
     for what in dict.fromkeys(row["pass"] for row in rows):
         cells = (_cells(row) for row in rows if row["pass"] == what)
