@@ -2,7 +2,7 @@
 // gradients of both. What lies between them, the mix of the states, is the kernel's own.
 #pragma once
 
-#include "rows.h"
+#include "ahead.h"
 
 // For a function that several variants of a kernel call: inlined into each it would take most of the
 // time to compile.
@@ -18,9 +18,10 @@ DEEPFAST_INLINE void load_push(const Launch& op, int64_t t, compute_t<T>* row) {
   const T* branch = row_of<T>(op.branch, t);
   const T* residual = op.residual.data == nullptr ? nullptr : row_of<T>(op.residual, t);
   for_dropped<A>(
-      op.dropout, t, op.D, [&](auto lanes, int64_t d) { return load(lanes, branch + d); },
+      op.dropout, t, op.D,
+      [&](auto lanes, int64_t d) { return load_ahead(lanes, branch + d, op.branch.row_stride); },
       [&](auto lanes, int64_t d, auto y) {
-        if (residual != nullptr) y += load(lanes, residual + d);
+        if (residual != nullptr) y += load_ahead(lanes, residual + d, op.residual.row_stride);
         store(lanes, row + d, y);
       });
 }
@@ -31,7 +32,8 @@ DEEPFAST_SHARED void store_output(const Launch& op, int64_t t, const compute_t<T
   using A = compute_t<T>;
   const int64_t dim = op.D;
   if (op.x.data != nullptr)
-    for (int r = 0; r < R; ++r) store_row(x + r * dim, row_of<T>(op.x, t + r), dim);
+    for (int r = 0; r < R; ++r)
+      store_row_ahead(x + r * dim, row_of<T>(op.x, t + r), dim, op.x.row_stride);
   if (op.out.data == nullptr) return;
   const A *weight = at<A>(op.out_norm_weight, 0), *bias = at<A>(op.out_norm_bias, 0);
   const A* row[R];
@@ -42,7 +44,7 @@ DEEPFAST_SHARED void store_output(const Launch& op, int64_t t, const compute_t<T
     T* out = row_of<T>(op.out, t + r);
     for_lanes<A>(dim, [&](auto lanes, int64_t d) {
       const auto n = (load(lanes, row[r] + d) - m[r].mean) * m[r].rstd;
-      store(lanes, out + d, affine(lanes, n, weight, bias, d));
+      store_ahead(lanes, out + d, affine(lanes, n, weight, bias, d), op.out.row_stride);
     });
     if (!op.out_rms) *at<A>(op.out_mean, t + r) = m[r].mean;
     *at<A>(op.out_rstd, t + r) = m[r].rstd;
@@ -57,7 +59,8 @@ DEEPFAST_SHARED void output_gradient(const Launch& op, int64_t t, int64_t chunk,
   using A = compute_t<T>;
   const int64_t dim = op.D;
   if (op.dout.data == nullptr) {
-    for (int r = 0; r < R; ++r) load_row(row_of<T>(op.dx, t + r), g + r * dim, dim);
+    for (int r = 0; r < R; ++r)
+      load_row_ahead(row_of<T>(op.dx, t + r), g + r * dim, dim, op.dx.row_stride);
     return;
   }
   const T *dout[R], *dx[R];
@@ -72,12 +75,14 @@ DEEPFAST_SHARED void output_gradient(const Launch& op, int64_t t, int64_t chunk,
                        at<A>(op.dout_norm_bias, chunk * dim)};
   norm_gradient<A, R>(
       dim, norm, op.out_rms, rstd,
-      [&](auto lanes, int r, int64_t d) { return load(lanes, dout[r] + d); },
+      [&](auto lanes, int r, int64_t d) {
+        return load_ahead(lanes, dout[r] + d, op.dout.row_stride);
+      },
       [&](auto lanes, int r, int64_t d) {
         return (load(lanes, x + r * dim + d) - mean[r]) * rstd[r];
       },
       [&](auto lanes, int r, int64_t d, auto value) {
-        if (dx[r] != nullptr) value += load(lanes, dx[r] + d);
+        if (dx[r] != nullptr) value += load_ahead(lanes, dx[r] + d, op.dx.row_stride);
         store(lanes, g + r * dim + d, value);
       });
 }
@@ -85,19 +90,22 @@ DEEPFAST_SHARED void output_gradient(const Launch& op, int64_t t, int64_t chunk,
 // u, the gradient of the pushed y, as those of residual and branch.
 template <class T, class Launch>
 DEEPFAST_INLINE void store_push_gradient(const Launch& op, int64_t t, compute_t<T>* u) {
-  if (op.dresidual.data != nullptr) store_row(u, row_of<T>(op.dresidual, t), op.D);
+  if (op.dresidual.data != nullptr)
+    store_row_ahead(u, row_of<T>(op.dresidual, t), op.D, op.dresidual.row_stride);
   if (op.dbranch.data == nullptr) return;
   T* dbranch = row_of<T>(op.dbranch, t);
   for_dropped<compute_t<T>>(
       op.dropout, t, op.D, [&](auto lanes, int64_t d) { return load(lanes, u + d); },
-      [&](auto lanes, int64_t d, auto value) { store(lanes, dbranch + d, value); });
+      [&](auto lanes, int64_t d, auto value) {
+        store_ahead(lanes, dbranch + d, value, op.dbranch.row_stride);
+      });
 }
 
 // Later blocks' share of u, or zeros.
 template <class T, class Launch>
 DEEPFAST_INLINE void load_pulled(const Launch& op, int64_t t, compute_t<T>* u) {
   if (op.pulled.data != nullptr)
-    load_row(row_of<T>(op.pulled, t), u, op.D);
+    load_row_ahead(row_of<T>(op.pulled, t), u, op.D, op.pulled.row_stride);
   else
     memset(u, 0, op.D * sizeof(compute_t<T>));
 }

@@ -41,15 +41,17 @@ DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sourc
   constexpr Lanes<N> lanes;
   vec_t<A, N> sum[V];
   for (int v = 0; v < V; ++v)
-    sum[v] = op.partial.data != nullptr ? load(lanes, row_of<T>(op.partial, t) + d + v * N)
-                                        : vec_t<A, N>{};
+    sum[v] = op.partial.data != nullptr
+                 ? load_ahead(lanes, row_of<T>(op.partial, t) + d + v * N, op.partial.row_stride)
+                 : vec_t<A, N>{};
   for (int64_t i = 0; i < op.near.count; ++i) {
     const T* n = sources[i].state + t * op.states.row_stride + d;
     const A *norm_weight = sources[i].norm_weight, *norm_bias = sources[i].norm_bias;
     const A* weight = sources[i].weight;
     for (int v = 0; v < V; ++v) {
       const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
-      sum[v] += w * affine(lanes, load(lanes, n + v * N), norm_weight, norm_bias, d + v * N);
+      sum[v] += w * affine(lanes, load_ahead(lanes, n + v * N, op.states.row_stride), norm_weight,
+                           norm_bias, d + v * N);
     }
   }
   for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);
@@ -88,11 +90,12 @@ DEEPFAST_SHARED void push(const BoundaryForward& op, int64_t t, compute_t<T>* ro
   DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
     T* state = row_of<T>(op.states, op.k, t + r);
     if (!op.norm_source) {
-      store_row(row[r], state, op.D);
+      store_row_ahead(row[r], state, op.D, op.states.row_stride);
       continue;
     }
     for_lanes<A>(op.D, [&](auto lanes, int64_t d) {
-      store(lanes, state + d, (load(lanes, row[r] + d) - m[r].mean) * m[r].rstd);
+      store_ahead(lanes, state + d, (load(lanes, row[r] + d) - m[r].mean) * m[r].rstd,
+                  op.states.row_stride);
     });
     *at<A>(op.source_rstd, t + r) = m[r].rstd;
   }
@@ -142,7 +145,7 @@ DEEPFAST_SHARED void pull(const BoundaryBackward& op, int64_t chunk, int64_t i,
       const auto w = per_channel ? load(lanes, weight[p] + d) : broadcast(lanes, *weight[p]);
       auto product = broadcast(lanes, A(0));
       DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
-        const auto g = load(lanes, grads[p][r] + d);
+        const auto g = load_ahead(lanes, grads[p][r] + d, op.grads.row_stride);
         sum[r] += w * g;
         product += g * z[r];
       }
@@ -228,8 +231,9 @@ void backward(const BoundaryBackward& op, int64_t begin, int64_t end, int64_t ch
     for (int r = 0; r < R; ++r) {
       // The state is read before the gradient is stored: the gradient may overwrite a slot of its
       // buffer.
-      load_row(row_of<T>(op.states, op.k, t + r), n + r * dim, dim);
-      store_row(g + r * dim, row_of<T>(op.grads, op.grad_slot, t + r), dim);
+      load_row_ahead(row_of<T>(op.states, op.k, t + r), n + r * dim, dim, op.states.row_stride);
+      store_row_ahead(g + r * dim, row_of<T>(op.grads, op.grad_slot, t + r), dim,
+                      op.grads.row_stride);
       load_pulled<T>(op, t + r, u + r * dim);
     }
     pull_all<T, R>(op, t, chunk, g, n, dots, u);

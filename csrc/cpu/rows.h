@@ -197,13 +197,14 @@ DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = 
   return found[0];
 }
 
-// Normalised value times weight plus bias, either of which may be absent.
+// Normalised value times weight plus bias, either of which may be absent. Multiplication and addition
+// stand in one expression, so that every kernel rounds once.
 template <class A, int N>
 DEEPFAST_INLINE vec_t<A, N> affine(Lanes<N> lanes, vec_t<A, N> n, const A* weight, const A* bias,
                                    int64_t d) {
-  if (weight != nullptr) n *= load(lanes, weight + d);
-  if (bias != nullptr) n += load(lanes, bias + d);
-  return n;
+  if (weight == nullptr) return bias == nullptr ? n : n + load(lanes, bias + d);
+  const auto added = bias == nullptr ? broadcast(lanes, A(0)) : load(lanes, bias + d);
+  return n * load(lanes, weight + d) + added;
 }
 
 // The weight of an affine map, and where the gradients of weight and bias are added; each may be null.
