@@ -1,6 +1,6 @@
-// A boundary whose row attends over depth, one token at a time. See attend_kernel.cpp for the
-// formulas: the older states' mean with its softmax's statistics comes in as `partial`, and the
-// states of the row's own block join it here. Compiled once per instruction set.
+// A boundary whose row attends over depth, a batch of tokens at a time. See attend.h for the formulas:
+// the older states' mean with its softmax's statistics comes in as `partial`, and the states of the
+// row's own block join it here. Compiled once per instruction set.
 #include "attend.h"
 #include "boundary.h"
 
@@ -8,228 +8,121 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Prefetches a row: the processor's own prefetcher does not follow a stream for every state.
-template <class T>
-DEEPFAST_INLINE void prefetch_row(const T* row, int64_t dim) {
-  const auto* p = reinterpret_cast<const char*>(row);
-  for (int64_t at = 0; at < dim * static_cast<int64_t>(sizeof(T)); at += 64)
-    __builtin_prefetch(p + at, 0, 3);
-}
+// x of the row over the near sources and `partial`.
+template <class T, class Launch>
+class NearRow {
+  using A = compute_t<T>;
 
-// One token's near states and their weights.
-template <class T, class A = compute_t<T>>
-struct Near {
-  explicit Near(int64_t count) : v(count), p(padded<A>(count)) {}
-  Scratch<const T*> v;
-  Scratch<A> p;
+ public:
+  explicit NearRow(const Launch& op)
+      : op_(op), joins_(op.partial.data != nullptr), row_(op, {&op.k, 1}, op.near) {}
+
+  DEEPFAST_INLINE void weigh(int64_t t, int64_t n) {
+    const auto stats = [&](const void* p, int64_t entries) {
+      A* most = at<A>(const_cast<void*>(p), op_.k * entries * op_.T);
+      return SoftmaxStats<A>{most, most == nullptr ? nullptr : most + op_.T};
+    };
+    row_.weigh(
+        t, n, joins_, [&](int64_t) { return stats(op_.partial_stats, 0); },
+        [&](int64_t) { return stats(op_.stats, 3); });
+  }
+  DEEPFAST_INLINE void mix(int64_t t, int64_t i, A* x) {
+    const T* partial = joins_ ? row_of<T>(op_.partial, t + i) : nullptr;
+    row_.mix(
+        t, i, joins_,
+        [&](auto lanes, int64_t, int64_t d) {
+          return load_ahead(lanes, partial + d, op_.partial.row_stride);
+        },
+        [&](auto lanes, int64_t, int64_t d, auto value) { store(lanes, x + d, value); });
+  }
+
+ private:
+  const Launch& op_;
+  bool joins_;
+  Attend<T> row_;
 };
 
-// x += sum_j p_j v_j over `count` rows, V vectors of N channels at d.
-template <int N, int V, class T, class A = compute_t<T>>
-DEEPFAST_INLINE void add_registers(const Near<T>& near, int64_t count, A* x, int64_t d) {
-  constexpr Lanes<N> lanes;
-  vec_t<A, N> sum[V];
-  for (int i = 0; i < V; ++i) sum[i] = load(lanes, x + d + i * N);
-  for (int64_t j = 0; j < count; ++j) {
-    const T* v = near.v[j] + d;
-    const A p = near.p[j];
-    for (int i = 0; i < V; ++i) sum[i] += p * load(lanes, v + i * N);
-  }
-  for (int i = 0; i < V; ++i) store(lanes, x + d + i * N, sum[i]);
-}
+// Two tokens at once: their sums over channels overlap.
+constexpr int kTokens = 2;
 
-// Entry 0, 1 or 2 of a row's statistics: the largest score, the sum of exponentials, <g, x>.
-template <class A, class Launch>
-DEEPFAST_INLINE A* stat_of(const Launch& op, int64_t row, int64_t entry, int64_t t) {
-  return at<A>(op.stats, (row * 3 + entry) * op.T + t);
-}
-
-// x = sum_k p_k v_k of one token. Stores the row's statistics.
-template <class T, class Launch>
-DEEPFAST_INLINE void attend_near(const Launch& op, int64_t t, int64_t end, const Near<T>& near,
-                                 compute_t<T>* x) {
+// Writes a state and its 1 / RMS.
+template <class T>
+DEEPFAST_INLINE void push(const AttentionBoundaryForward& op, int64_t t, int64_t n,
+                          compute_t<T>* row) {
   using A = compute_t<T>;
-  constexpr int N = kLanes<A>;
-  constexpr Lanes<N> lanes;
-  const bool joins = op.partial.data != nullptr, softmax = is_softmax(op);
-  const int64_t count = op.near.count;
-  const A* query = at<A>(op.query, op.k * op.D);
-  const A* bias = at<A>(op.bias, op.k * op.R);
-  A* p = near.p;
-  for (int64_t j = 0; j < count; ++j) {
-    near.v[j] = row_of<T>(op.states, op.near[j], t);
-    if (t + 1 < end) prefetch_row(row_of<T>(op.states, op.near[j], t + 1), op.D);
+  A squares[kBatch<A>] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    load_push<T>(op, t + i, row);
+    T* state = row_of<T>(op.states, op.k, t + i);
+    store_row_ahead(row, state, op.D, op.states.row_stride);
+    // Of the rounded state, which is what every row reads.
+    squares[i] = sum_over_lanes<A, RowSum<A>>(op.D, [&](auto lanes, int64_t d, auto& s) {
+                   const auto v = load(lanes, state + d);
+                   s.add(v * v);
+                 }).total();
   }
-  for_groups<kGroup>(count, [&](auto group, int64_t j) {
-    multiply_rows<A, 1, group.n>(&query, near.v.get() + j, op.D, p + j, 0);
-  });
-  A most = joins && softmax ? *at<A>(op.partial_stats, t) : -__builtin_inf();
-  const A before = most;
-  for (int64_t j = 0; j < count; ++j) {
-    p[j] *= *at<A>(op.source_rstd, op.near[j] * op.T + t);
-    if (bias != nullptr) p[j] += bias[op.near[j]];
-    most = p[j] > most ? p[j] : most;
+  for (int64_t i = 0; i < n; ++i) {
+    const A mean = squares[i] / static_cast<A>(op.D);
+    *at<A>(op.source_rstd, op.k * op.T + t + i) =
+        A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
   }
-  A kept = joins ? A(1) : A(0);
-  if (softmax) {
-    for (int64_t j = count; j < padded<A>(count); ++j) p[j] = -__builtin_inf();
-    auto sum = broadcast(lanes, A(0));
-    for (int64_t j = 0; j < count; j += N) {
-      const auto e = exponential<A>(lanes, load(lanes, p + j) - most);
-      store(lanes, p + j, e);
-      sum += e;
-    }
-    A total = sum_lanes<A, N>(sum);
-    if (joins) {
-      const auto old = exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, before - most));
-      kept = *at<A>(op.partial_stats, op.T + t) * old[0];
-      total += kept;
-    }
-    const A scale = A(1) / total;
-    kept *= scale;
-    for (int64_t j = 0; j < count; ++j) p[j] *= scale;
-    *stat_of<A>(op, op.k, 0, t) = most;
-    *stat_of<A>(op, op.k, 1, t) = total;
-  } else {
-    for (int64_t j = 0; j < count; ++j) p[j] = p[j] <= A(0) ? A(0) : p[j];
-  }
-  if (joins)
-    for_lanes<A>(op.D, [&](auto width, int64_t d) {
-      store(width, x + d, load(width, row_of<T>(op.partial, t) + d) * kept);
-    });
-  else
-    memset(x, 0, op.D * sizeof(A));
-  int64_t d = 0;
-  for (; d + 4 * N <= op.D; d += 4 * N) add_registers<N, 4>(near, count, x, d);
-  for (; d + N <= op.D; d += N) add_registers<N, 1>(near, count, x, d);
-  for (; d < op.D; ++d) add_registers<1, 1>(near, count, x, d);
 }
 
 template <class T>
 void forward(const AttentionBoundaryForward& op, int64_t begin, int64_t end) {
-  using A = compute_t<T>;
-  Scratch<A> row(op.D), mixed(op.D);
-  const Near<T> near(op.near.count);
-  for (int64_t t = begin; t < end; ++t) {
-    if (op.branch.data != nullptr) {
-      load_push<T>(op, t, row);
-      T* state = row_of<T>(op.states, op.k, t);
-      store_row(row.get(), state, op.D);
-      // Of the rounded state, which is what every row reads.
-      const auto squares = sum_over_lanes<A, RowSum<A>>(op.D, [&](auto lanes, int64_t d, auto& s) {
-        const auto v = load(lanes, state + d);
-        s.add(v * v);
-      });
-      const A mean = squares.total() / static_cast<A>(op.D);
-      *at<A>(op.source_rstd, op.k * op.T + t) =
-          A(1) / static_cast<A>(__builtin_sqrt(mean + static_cast<A>(op.eps)));
-    }
-    attend_near<T>(op, t, end, near, mixed);
-    store_output<T, 1>(op, t, mixed);
-  }
+  Scratch<compute_t<T>> rows(kTokens * op.D);
+  NearRow<T, AttentionBoundaryForward> near(op);
+  for_batches<T>(begin, end, op.near.count, op.D, [&](int64_t t, int64_t n) {
+    if (op.branch.data != nullptr) push<T>(op, t, n, rows);
+    near.weigh(t, n);
+    for_groups<kTokens>(n, [&](auto group, int64_t i) {
+      for (int r = 0; r < group.n; ++r) near.mix(t, i + r, rows + r * op.D);
+      store_output<T, group.n>(op, t + i, rows);
+    });
+  });
 }
-
-// What the rows of the block add to u, the gradient of one token's state v.
-template <class T>
-class Pulls {
-  using A = compute_t<T>;
-
- public:
-  Pulls(const AttentionBoundaryBackward& op, int64_t chunk)
-      : op_(op),
-        count_(op.pull_rows.count),
-        query_(count_),
-        grad_(count_),
-        p_(padded<A>(count_)),
-        c_(padded<A>(count_)),
-        dquery_(at<A>(op.dquery, chunk * count_ * op.D)),
-        dbias_(at<A>(op.dbias, chunk * count_)) {
-    for (int64_t i = 0; i < count_; ++i) query_[i] = at<A>(op.query, op.pull_rows[i] * op.D);
-    // Padding lanes hold numbers.
-    for (int64_t i = count_; i < padded<A>(count_); ++i) p_[i] = c_[i] = A(0);
-  }
-
-  DEEPFAST_INLINE void add(int64_t t, int64_t end, const A* v, A* u) {
-    const int64_t dim = op_.D;
-    for (int64_t i = 0; i < count_; ++i) {
-      grad_[i] = row_of<T>(op_.grads, op_.pull_slots[i], t);
-      // The first row's gradient is the one that this pass stores.
-      if (i > 0 && t + 1 < end) prefetch_row(row_of<T>(op_.grads, op_.pull_slots[i], t + 1), dim);
-    }
-    for_groups<kGroup>(count_, [&](auto group, int64_t i) {
-      multiply_rows<A, 1, group.n>(&v, query_.get() + i, dim, p_ + i, 0);
-      multiply_rows<A, 1, group.n>(&v, grad_.get() + i, dim, c_ + i, 0);
-    });
-    const A rstd = *at<A>(op_.source_rstd, op_.k * op_.T + t);
-    const A back = weights(t, rstd) * rstd * rstd / static_cast<A>(dim);
-    for_groups<kGroup>(count_, [&](auto group, int64_t i) {
-      pull_weighted<A, group.n, 1>(grad_.get() + i, query_.get() + i,
-                                   dquery_ == nullptr ? nullptr : dquery_ + i * dim, &v, p_ + i,
-                                   c_ + i, 1, u, dim, dim);
-    });
-    for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-      store(lanes, u + d, load(lanes, u + d) - back * load(lanes, v + d));
-    });
-  }
-
- private:
-  // Turns <q, v> and <g, v> of every row into p and c = ds rstd; returns sum ds <q, n>.
-  DEEPFAST_INLINE A weights(int64_t t, A rstd) {
-    A slope = 0;
-    for (int64_t i = 0; i < count_; ++i) {
-      const int64_t row = op_.pull_rows[i];
-      const A raw = p_[i] * rstd;
-      const A score = op_.bias == nullptr ? raw : raw + *at<A>(op_.bias, row * op_.R + op_.k);
-      A p = score <= A(0) ? A(0) : score, ds = score <= A(0) ? A(0) : c_[i];
-      if (is_softmax(op_)) {
-        // Rounding can make the score larger than the largest one by its last digit.
-        const A below = score - *stat_of<A>(op_, row, 0, t);
-        const auto e =
-            exponential<A>(Lanes<1>{}, broadcast(Lanes<1>{}, below > A(0) ? A(0) : below));
-        p = e[0] / *stat_of<A>(op_, row, 1, t);
-        ds = p * (c_[i] - *stat_of<A>(op_, row, 2, t));
-      }
-      if (dbias_ != nullptr) dbias_[i] += ds;
-      slope += ds * raw;
-      p_[i] = p;
-      c_[i] = ds * rstd;
-    }
-    return slope;
-  }
-
-  const AttentionBoundaryBackward& op_;
-  const int64_t count_;
-  Scratch<const A*> query_;
-  Scratch<const T*> grad_;
-  Scratch<A> p_, c_;
-  A *dquery_, *dbias_;
-};
 
 template <class T>
 void backward(const AttentionBoundaryBackward& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
   const int64_t dim = op.D;
-  Scratch<A> g(dim), x(dim), v(dim), u(dim);
-  const Near<T> near(op.near.count);
-  Pulls<T> pulls(op, chunk);
-  for (int64_t t = begin; t < end; ++t) {
-    if (op.dout.data != nullptr || is_softmax(op)) attend_near<T>(op, t, end, near, x);
-    output_gradient<T, 1>(op, t, chunk, x, g);
-    // The state is read before the gradient is stored: the gradient may overwrite a slot of its
-    // buffer.
-    load_row(row_of<T>(op.states, op.k, t), v.get(), dim);
-    T* stored = row_of<T>(op.grads, op.grad_slot, t);
-    store_row(g.get(), stored, dim);
-    if (is_softmax(op)) {
-      // Of the rounded gradient, which is what the boundaries read.
-      const A* mixed = x;
-      A* delta = stat_of<A>(op, op.k, 2, t);
-      multiply_rows<A, 1, 1>(&stored, &mixed, dim, delta, 0);
+  Scratch<A> g(kTokens * dim), x(kTokens * dim), states(kBatch<A> * dim);
+  Scratch<const A*> v(kBatch<A>);
+  for (int i = 0; i < kBatch<A>; ++i) v[i] = states + i * dim;
+  NearRow<T, AttentionBoundaryBackward> near(op);
+  Pull<T> pull(op, op.pull_rows, op.pull_slots, {&op.k, 1}, chunk);
+  const bool again = op.dout.data != nullptr || is_softmax(op);
+  for_batches<T>(begin, end, op.near.count + op.pull_rows.count, dim, [&](int64_t t, int64_t n) {
+    if (again) near.weigh(t, n);
+    for_groups<kTokens>(n, [&](auto group, int64_t i) {
+      constexpr int R = group.n;
+      for (int r = 0; again && r < R; ++r) near.mix(t, i + r, x + r * dim);
+      output_gradient<T, R>(op, t + i, chunk, x, g);
+      for (int r = 0; r < R; ++r) {
+        const int64_t token = t + i + r;
+        // The state is read before the gradient is stored: the gradient may overwrite a slot of its
+        // buffer.
+        load_row_ahead(row_of<T>(op.states, op.k, token), states + (i + r) * dim, dim,
+                       op.states.row_stride);
+        T* stored = row_of<T>(op.grads, op.grad_slot, token);
+        store_row_ahead(g + r * dim, stored, dim, op.grads.row_stride);
+        if (!is_softmax(op)) continue;
+        // Of the rounded gradient, which is what the boundaries read.
+        const A* mixed = x + r * dim;
+        multiply_rows<A, 1, 1>(&stored, &mixed, dim, at<A>(op.stats, (op.k * 3 + 2) * op.T + token),
+                               0, 0);
+      }
+    });
+    pull.weigh(t, n, v.get());
+    for (int64_t i = 0; i < n; ++i) {
+      A* u = g;
+      load_pulled<T>(op, t + i, u);
+      pull.add(
+          t, i, v + i, [&](auto lanes, int64_t, int64_t d) { return load(lanes, u + d); },
+          [&](auto lanes, int64_t, int64_t d, auto value) { store(lanes, u + d, value); });
+      store_push_gradient<T>(op, t + i, u);
     }
-    load_pulled<T>(op, t, u);
-    pulls.add(t, end, v, u);
-    store_push_gradient<T>(op, t, u);
-  }
+  });
 }
 
 }  // namespace

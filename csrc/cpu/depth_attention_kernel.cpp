@@ -20,6 +20,28 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
+// sum_r = sum_r * kept[r] + sum_c p[c * stride + r] v_c for C sources and R rows.
+template <class T, int C, int R, class A = compute_t<T>>
+DEEPFAST_INLINE void add_weighted(const T* const* v, const A* p, int64_t stride, const A* kept,
+                                  A* sums, int64_t sum_stride, int64_t dim) {
+  // Copies, which stay in registers: a store to the sums could change p.
+  A w[C][R], left[R];
+  for (int r = 0; r < R; ++r) {
+    left[r] = kept[r];
+    for (int c = 0; c < C; ++c) w[c][r] = p[c * stride + r];
+  }
+  for_lanes<A>(dim, [&](auto lanes, int64_t d) {
+    vec_t<A, lanes.n> x[C];
+    for (int c = 0; c < C; ++c) x[c] = load(lanes, v[c] + d);
+    for (int r = 0; r < R; ++r) {
+      A* at_sum = sums + r * sum_stride + d;
+      auto sum = load(lanes, at_sum) * left[r];
+      for (int c = 0; c < C; ++c) sum += w[c][r] * x[c];
+      store(lanes, at_sum, sum);
+    }
+  });
+}
+
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE A dot_rows(const T* row, const A* with, int64_t dim) {
   return sum_over_lanes<A, RowSum<A>>(dim,
@@ -157,7 +179,7 @@ class PullTokens {
     const T* const* v = states.row;
     A* ds = at<A>(op_.dscores, (t * op_.K + k) * op_.H);
     for_groups<kAcross>(op_.H, [&](auto across, int64_t h) {
-      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.D, ds + h, op_.H);
+      multiply_rows<A, C, across.n>(v, g_.get() + h, op_.D, ds + h, op_.H, 1);
     });
   }
 
