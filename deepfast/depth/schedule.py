@@ -54,8 +54,11 @@ def default_block(rows: int) -> int:
 
     Memory traffic falls until a block has about sqrt(rows) rows. But there a pass for more than 8
     rows is limited by arithmetic, not by memory traffic. On CUDA a far pass of forward takes up to
-    16 rows, one of backward 8; bench/results/limits.md counts what that gives.
+    16 rows, one of backward 8; bench/results/limits.md counts what that gives. Up to 8 rows make
+    one block: a far pass would cost more than it saves.
     """
+    if rows <= 8:
+        return max(1, rows)
     return 4 if rows <= 32 else 8
 
 
