@@ -138,7 +138,7 @@ template <class Sums, int kRows>
 struct Each {
   Sums row[kRows];
   DEEPFAST_INLINE void add(const Each& other) {
-    DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) row[r].add(other.row[r]);
+    each_of<kRows>([&](auto r) { row[r].add(other.row[r]); });
   }
 };
 
@@ -148,15 +148,15 @@ DEEPFAST_INLINE void moments_without_mean(const T* const (&rows)[kRows], int64_t
                                           Moments<A> (&found)[kRows]) {
   const auto sum =
       sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
-        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+        each_of<kRows>([&](auto r) {
           const auto x = load(lanes, rows[r] + d);
           s.row[r].add(x * x);
-        }
+        });
       });
-  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+  each_of<kRows>([&](auto r) {
     const A square = sum.row[r].total() / static_cast<A>(dim);
     found[r] = {A(0), A(1) / static_cast<A>(__builtin_sqrt(square + eps))};
-  }
+  });
 }
 
 // Two passes over each row, never E[x^2] - E[x]^2. The second pass also computes the mean of x -
@@ -169,25 +169,24 @@ DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim,
   if (rms) return moments_without_mean<T, kRows>(rows, dim, eps, found);
   const auto sum =
       sum_over_lanes<A, Each<RowSum<A>, kRows>>(dim, [&](auto lanes, int64_t d, auto& s) {
-        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) s.row[r].add(load(lanes, rows[r] + d));
+        each_of<kRows>([&](auto r) { s.row[r].add(load(lanes, rows[r] + d)); });
       });
   A mean[kRows];
-  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) mean[r] =
-      sum.row[r].total() / static_cast<A>(dim);
+  each_of<kRows>([&](auto r) { mean[r] = sum.row[r].total() / static_cast<A>(dim); });
   const auto rest =
       sum_over_lanes<A, Each<RowSums<A>, kRows>, 2>(dim, [&](auto lanes, int64_t d, auto& s) {
-        DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+        each_of<kRows>([&](auto r) {
           const auto c = load(lanes, rows[r] + d) - mean[r];
           s.row[r].first.add(c);
           s.row[r].second.add(c * c);
-        }
+        });
       });
-  DEEPFAST_UNROLL for (int r = 0; r < kRows; ++r) {
+  each_of<kRows>([&](auto r) {
     const A left = rest.row[r].first.total() / static_cast<A>(dim);
     const A variance = rest.row[r].second.total() / static_cast<A>(dim) - left * left;
     found[r] = {mean[r] + left,
                 A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
-  }
+  });
 }
 
 template <class T, class A = compute_t<T>>
@@ -225,27 +224,27 @@ DEEPFAST_INLINE void norm_gradient(int64_t dim, const Affine<A>& norm, bool rms,
   const auto sums =
       sum_over_lanes<A, Each<RowSums<A>, R>, 2>(dim, [&](auto lanes, int64_t d, auto& total) {
         auto products = broadcast(lanes, A(0)), grads = products;
-        DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+        each_of<R>([&](auto r) {
           const auto own = g(lanes, r, d), value = n(lanes, r, d);
           const auto dn = affine<A>(lanes, own, norm.weight, nullptr, d);
           products += own * value, grads += own;
           total.row[r].first.add(dn), total.row[r].second.add(dn * value);
-        }
+        });
         if (norm.dweight != nullptr)
           store(lanes, norm.dweight + d, load(lanes, norm.dweight + d) + products);
         if (norm.dbias != nullptr)
           store(lanes, norm.dbias + d, load(lanes, norm.dbias + d) + grads);
       });
   A first[R], second[R];
-  DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+  each_of<R>([&](auto r) {
     first[r] = rms ? A(0) : sums.row[r].first.total() / static_cast<A>(dim);
     second[r] = sums.row[r].second.total() / static_cast<A>(dim);
-  }
+  });
   for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-    DEEPFAST_UNROLL for (int r = 0; r < R; ++r) {
+    each_of<R>([&](auto r) {
       const auto dn = affine<A>(lanes, g(lanes, r, d), norm.weight, nullptr, d);
       put(lanes, r, d, rstd[r] * (dn - n(lanes, r, d) * second[r] - first[r]));
-    }
+    });
   });
 }
 

@@ -352,15 +352,26 @@ DEEPFAST_INLINE void for_lanes(int64_t n, const F& f) {
   for (; i < n; ++i) f(Lanes<1>{}, i);
 }
 
+template <class F, int... I>
+DEEPFAST_INLINE void each_of(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+// Calls f(i) for i from 0 to count - 1, each a constant. An array with other indices than constants
+// would not stay in registers.
+template <int count, class F>
+DEEPFAST_INLINE void each_of(const F& f) {
+  each_of(f, std::make_integer_sequence<int, count>{});
+}
+
 // A sum over a row: one vector accumulator, and a scalar one for the tail.
 template <class A>
 struct RowSum {
   vec_t<A, kLanes<A>> wide = {};
-  vec_t<A, 1> tail = {};
+  A tail = 0;
   DEEPFAST_INLINE void add(vec_t<A, kLanes<A>> v) { wide += v; }
-  DEEPFAST_INLINE void add(vec_t<A, 1> v) { tail += v; }
+  DEEPFAST_INLINE void add(vec_t<A, 1> v) { tail += v[0]; }
   DEEPFAST_INLINE void add(const RowSum& other) { wide += other.wide, tail += other.tail; }
-  DEEPFAST_INLINE A total() const { return sum_lanes<A, kLanes<A>>(wide) + tail[0]; }
+  DEEPFAST_INLINE A total() const { return sum_lanes<A, kLanes<A>>(wide) + tail; }
 };
 
 // Two sums from one pass.
@@ -384,12 +395,11 @@ DEEPFAST_INLINE Sums sum_over_lanes(int64_t n, const F& f) {
     const int64_t end = n - i < kBlock ? n : i + kBlock;
     Sums s[kWays];
     for (; i + kWays * N <= end; i += kWays * N)
-      DEEPFAST_UNROLL for (int w = 0; w < kWays; ++w) f(Lanes<N>{}, i + w * N, s[w]);
+      each_of<kWays>([&](auto w) { f(Lanes<N>{}, i + w * N, s[w]); });
     for (; i + N <= end; i += N) f(Lanes<N>{}, i, s[0]);
     for (; i < end; ++i) f(Lanes<1>{}, i, s[0]);
-    DEEPFAST_UNROLL for (int step = 1; step < kWays; step *= 2)
-        DEEPFAST_UNROLL for (int w = 0; w < kWays; w += 2 * step) s[w]
-            .add(s[w + step]);
+    each_of<kWays / 2>([&](auto w) { s[2 * w].add(s[2 * w + 1]); });
+    if constexpr (kWays == 4) s[0].add(s[2]);
     total.add(s[0]);
   }
   return total;
