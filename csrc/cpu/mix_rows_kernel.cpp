@@ -35,106 +35,134 @@ DEEPFAST_INLINE void for_pieces(int64_t begin, int64_t end, int64_t dim, int64_t
   for (; t < end; ++t) tokens(Lanes<1>{}, t);
 }
 
-// What is summed, with its weights (sums, results) in a row. One weight per channel is read from the
-// parameter itself.
-template <class T, bool PerChannel>
-class Summed {
+// A state at token 0 with its affine map, which may be absent.
+template <class T>
+struct State {
+  const T* n;
+  const compute_t<T>*norm_weight, *norm_bias;
+};
+
+// Of a launch's states `at`. All addresses are computed once, not for each vector of channels.
+template <class T, class Launch>
+void find_states(const Launch& op, const Indices& at_slots, State<T>* states) {
   using A = compute_t<T>;
+  for (int64_t i = 0; i < at_slots.count; ++i) {
+    const int64_t k = at_slots[i];
+    states[i] = {row_of<T>(op.states, k, 0), at<A>(op.norm_weight, k * op.D),
+                 at<A>(op.norm_bias, k * op.D)};
+  }
+}
+
+// The weights of what is summed, (sums, results) in a row. One weight per channel is read from the
+// parameter itself.
+template <class A, bool PerChannel>
+class SumWeights {
+  using Value = std::conditional_t<PerChannel, const A*, A>;
 
  public:
   // weight(i, r): the weight of operand i for result r.
   template <class Weight>
-  Summed(const Slots& slots, const Indices& at, int64_t results, const Weight& weight)
-      : count(at.count),
-        stride(slots.row_stride),
-        results_(results),
-        rows_(count),
-        values_(PerChannel ? 0 : count * results),
-        weights_(PerChannel ? count * results : 0) {
-    for (int64_t i = 0; i < count; ++i) {
-      rows_[i] = row_of<T>(slots, at[i], 0);
+  SumWeights(int64_t sums, int64_t results, const Weight& weight) : values_(sums * results) {
+    for (int64_t i = 0; i < sums; ++i)
       for (int64_t r = 0; r < results; ++r)
         if constexpr (PerChannel)
-          weights_[i * results + r] = weight(i, r);
+          values_[i * results + r] = weight(i, r);
         else
           values_[i * results + r] = *weight(i, r);
-    }
   }
-  const int64_t count, stride;
-
-  // Channels from d on of token t.
-  DEEPFAST_INLINE const T* row(int64_t i, int64_t t, int64_t d) const {
-    return rows_[i] + t * stride + d;
-  }
+  DEEPFAST_INLINE const Value* get() const { return values_; }
   template <int N>
-  DEEPFAST_INLINE vec_t<A, N> weight(Lanes<N> lanes, int64_t i, int64_t r, int64_t d) const {
+  static DEEPFAST_INLINE vec_t<A, N> load_at(Lanes<N> lanes, Value value, int64_t d) {
     if constexpr (PerChannel)
-      return load(lanes, weights_[i * results_ + r] + d);
+      return load(lanes, value + d);
     else
-      return broadcast(lanes, values_[i * results_ + r]);
+      return broadcast(lanes, value);
   }
 
  private:
-  int64_t results_;
-  Scratch<const T*> rows_;
-  Scratch<A> values_;
-  Scratch<const A*> weights_;
+  Scratch<Value> values_;
 };
 
-// The results of a piece so far: what is there already, or 0.
-template <class T, int V, int J, int N, class Launch>
-DEEPFAST_INLINE void begin_sums(const Launch& op, int64_t t, Lanes<N> lanes, int64_t d, int64_t i,
-                                vec_t<compute_t<T>, N> (&sum)[J][V]) {
-  DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-    sum[j][v] = vec_t<compute_t<T>, N>{};
-    if (op.accumulate) sum[j][v] = load(lanes, row_of<T>(op.out, op.out_rows[i + j], t + v) + d);
-  }
-}
+// The results of a launch, which stay in registers while a piece of them is summed.
+template <class T>
+class Results {
+  using A = compute_t<T>;
 
-template <class T, int V, int J, int N, class Launch>
-DEEPFAST_INLINE void end_sums(const Launch& op, int64_t t, Lanes<N> lanes, int64_t d, int64_t i,
-                              const vec_t<compute_t<T>, N> (&sum)[J][V]) {
-  DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
-      store_ahead(lanes, row_of<T>(op.out, op.out_rows[i + j], t + v) + d, sum[j][v],
-                  op.out.row_stride);
-}
+ public:
+  template <class Launch>
+  explicit Results(const Launch& op)
+      : accumulate_(op.accumulate), stride_(op.out.row_stride), rows_(op.out_rows.count) {
+    for (int64_t i = 0; i < op.out_rows.count; ++i) rows_[i] = row_of<T>(op.out, op.out_rows[i], 0);
+  }
+  // What is there already, or 0.
+  template <int V, int J, int N>
+  DEEPFAST_INLINE void begin(int64_t t, Lanes<N> lanes, int64_t d, int64_t i,
+                             vec_t<A, N> (&sum)[J][V]) const {
+    DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
+      sum[j][v] = vec_t<A, N>{};
+      if (accumulate_) sum[j][v] = load(lanes, rows_[i + j] + (t + v) * stride_ + d);
+    }
+  }
+  template <int V, int J, int N>
+  DEEPFAST_INLINE void end(int64_t t, Lanes<N> lanes, int64_t d, int64_t i,
+                           const vec_t<A, N> (&sum)[J][V]) const {
+    DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
+        store_ahead(lanes, rows_[i + j] + (t + v) * stride_ + d, sum[j][v], stride_);
+  }
+
+ private:
+  bool accumulate_;
+  int64_t stride_;
+  Scratch<T*> rows_;
+};
 
 template <class T, bool PerChannel>
 void mix_all(const MixRows& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const Summed<T, PerChannel> states(
-      op.states, op.sources, op.rows.count, [&](int64_t k, int64_t r) {
-        return weight_of<A>(op.weight, op.rows[r], op.sources[k], op.R);
-      });
-  for_pieces<kMixed, A>(begin, end, op.D, op.rows.count,
+  using W = SumWeights<A, PerChannel>;
+  const int64_t sources = op.sources.count, results = op.rows.count, stride = op.states.row_stride;
+  const W weights(sources, results, [&](int64_t k, int64_t r) {
+    return weight_of<A>(op.weight, op.rows[r], op.sources[k], op.R);
+  });
+  const Scratch<State<T>> states(sources);
+  find_states<T>(op, op.sources, states.get());
+  const Results<T> out(op);
+  for_pieces<kMixed, A>(begin, end, op.D, results,
                         [&](auto tokens, int64_t t, auto lanes, int64_t d, auto rows, int64_t r) {
                           constexpr int V = tokens.n, J = rows.n;
                           vec_t<A, lanes.n> sum[J][V];
-                          begin_sums<T>(op, t, lanes, d, r, sum);
-                          for (int64_t k = 0; k < states.count; ++k) {
-                            const T* n = states.row(k, t, d);
-                            const A *norm_weight = at<A>(op.norm_weight, op.sources[k] * op.D),
-                                    *norm_bias = at<A>(op.norm_bias, op.sources[k] * op.D);
+                          out.template begin<V, J>(t, lanes, d, r, sum);
+                          const int64_t from = t * stride + d;
+                          const auto* weight = weights.get() + r;
+                          for (const State<T>* state = states; state != states + sources;
+                               ++state, weight += results) {
                             vec_t<A, lanes.n> z[V];
                             DEEPFAST_UNROLL for (int v = 0; v < V; ++v) z[v] = affine(
-                                lanes, load_ahead(lanes, n + v * states.stride, states.stride),
-                                norm_weight, norm_bias, d);
+                                lanes, load_ahead(lanes, state->n + from + v * stride, stride),
+                                state->norm_weight, state->norm_bias, d);
                             DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-                              const auto w = states.weight(lanes, k, r + j, d);
+                              const auto w = W::load_at(lanes, weight[j], d);
                               DEEPFAST_UNROLL for (int v = 0; v < V; ++v) sum[j][v] += w * z[v];
                             }
                           }
-                          end_sums<T>(op, t, lanes, d, r, sum);
+                          out.template end<V, J>(t, lanes, d, r, sum);
                         });
 }
 
 template <class T, bool PerChannel>
 void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const int64_t sources = op.sources.count, pairs = op.rows.count * sources;
-  const Summed<T, PerChannel> grads(op.grads, op.grad_slots, sources, [&](int64_t l, int64_t j) {
+  using W = SumWeights<A, PerChannel>;
+  const int64_t rows = op.rows.count, sources = op.sources.count, pairs = rows * sources;
+  const int64_t stride = op.states.row_stride, grad_stride = op.grads.row_stride;
+  const W weights(rows, sources, [&](int64_t l, int64_t j) {
     return weight_of<A>(op.weight, op.rows[l], op.sources[j], op.R);
   });
+  const Scratch<State<T>> states(sources);
+  find_states<T>(op, op.sources, states.get());
+  const Results<T> out(op);
+  const Scratch<const T*> grads(rows);
+  for (int64_t l = 0; l < rows; ++l) grads[l] = row_of<T>(op.grads, op.grad_slots[l], 0);
   // (rows, sources): sums over tokens, and for one weight over channels, for each lane or channel.
   const int64_t width = PerChannel ? op.D : kLanes<A>;
   A* dweight = at<A>(op.dweight.data, chunk * pairs * (PerChannel ? op.D : 1));
@@ -146,31 +174,33 @@ void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
       [&](auto tokens, int64_t t, auto lanes, int64_t d, auto at_once, int64_t i) {
         constexpr int V = tokens.n, J = at_once.n;
         vec_t<A, lanes.n> z[J][V], u[J][V];
-        begin_sums<T>(op, t, lanes, d, i, u);
+        out.template begin<V, J>(t, lanes, d, i, u);
         DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-          const int64_t k = op.sources[i + j];
-          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) {
-            const T* n = row_of<T>(op.states, k, t + v) + d;
-            z[j][v] = affine(lanes, load_ahead(lanes, n, op.states.row_stride),
-                             at<A>(op.norm_weight, k * op.D), at<A>(op.norm_bias, k * op.D), d);
-          }
+          const State<T>& state = states[i + j];
+          DEEPFAST_UNROLL for (int v = 0; v < V; ++v) z[j][v] =
+              affine(lanes, load_ahead(lanes, state.n + (t + v) * stride + d, stride),
+                     state.norm_weight, state.norm_bias, d);
         }
-        for (int64_t l = 0; l < grads.count; ++l) {
-          const T* row = grads.row(l, t, d);
+        const int64_t from = t * grad_stride + d;
+        const auto* weight = weights.get() + i;
+        A* row_dots = sums == nullptr ? nullptr : sums + i * width + (PerChannel ? d : 0);
+        for (int64_t l = 0; l < rows; ++l, weight += sources) {
           vec_t<A, lanes.n> g[V];
           DEEPFAST_UNROLL for (int v = 0; v < V; ++v) g[v] =
-              load_ahead(lanes, row + v * grads.stride, grads.stride);
-          A* dot = sums + (l * sources + i) * width + (PerChannel ? d : 0);
-          DEEPFAST_UNROLL for (int j = 0; j < J; ++j, dot += width) {
-            const auto w = grads.weight(lanes, l, i + j, d);
+              load_ahead(lanes, grads[l] + from + v * grad_stride, grad_stride);
+          DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+            const auto w = W::load_at(lanes, weight[j], d);
             DEEPFAST_UNROLL for (int v = 0; v < V; ++v) u[j][v] += w * g[v];
-            if (sums == nullptr) continue;
-            auto product = load(lanes, dot);
-            DEEPFAST_UNROLL for (int v = 0; v < V; ++v) product += g[v] * z[j][v];
-            store(lanes, dot, product);
           }
+          if (row_dots == nullptr) continue;
+          DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+            auto product = load(lanes, row_dots + j * width);
+            DEEPFAST_UNROLL for (int v = 0; v < V; ++v) product += g[v] * z[j][v];
+            store(lanes, row_dots + j * width, product);
+          }
+          row_dots += sources * width;
         }
-        end_sums<T>(op, t, lanes, d, i, u);
+        out.template end<V, J>(t, lanes, d, i, u);
       });
   if (PerChannel || dweight == nullptr) return;
   constexpr Lanes<kLanes<A>> lanes;
