@@ -2,7 +2,8 @@
 
 Forward and backward of a pre-norm encoder, 1,024 tokens, D=256, fp32, without dropout. DLCL and
 full attention residuals, with two reads a layer, are computed by deepfast and by one fused pass for
-each row, DLCL also by a stack and a sum. The forms take turns; other work on the machine
+each row, DLCL also by a stack and a sum and, up to 24 layers, by a loop for each row under
+`torch.compile`, which takes a minute to compile. The forms take turns; other work on the machine
 disturbs CPU time less than time. The numbers go to bench/results/results.csv, and pictures for
 light and dark pages beside it. It takes 5 to 10 minutes; ``--draw`` only draws.
 """
@@ -19,7 +20,7 @@ from bench.claims import peak_bytes, step
 from bench.record import FILE, processor, read, record
 from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, ratio
-from deepfast.measure.forms import AttentionForm, FusedPerLayer, StackAndSum
+from deepfast.measure.forms import AttentionForm, DLCLForm, FusedPerLayer, StackAndSum, loop_of_adds
 from deepfast.measure.pictures import BLUE, COLORS, Look, over_depth, picture
 from deepfast.memory.eager import RESIDUAL
 from deepfast.ops import attention_residual
@@ -27,6 +28,7 @@ from deepfast.ops import attention_residual
 DEPTHS, SENTENCES = (6, 12, 24, 48), 32
 GREEN, RED, GREY = COLORS["deepfast"], COLORS["stack and sum"], COLORS[RESIDUAL]
 PER_ROW = partial(AttentionForm, lambda values, norm, query: attention_residual(query, values))
+COMPILED = partial(DLCLForm, torch.compile(loop_of_adds, fullgraph=True, dynamic=False))
 FORMS = {
     "residual": ("plain residual", "residual", None),
     "dlcl": ("deepfast: DLCL", "dlcl", None),
@@ -34,8 +36,11 @@ FORMS = {
     "dlcl_per_row": ("per row: DLCL", "dlcl", FusedPerLayer),
     "attnres_per_row": ("per row: attn. residuals", "attnres", PER_ROW),
     "dlcl_stack": ("stack and sum: DLCL", "dlcl", StackAndSum),
+    "dlcl_compiled": ("compiled loop: DLCL", "dlcl", COMPILED),
 }
 """Key -> name, connection of the encoder, and what computes it in place of deepfast."""
+MOST_COMPILED = 24
+"""Layers: compiling a loop for each row takes time that grows with the square of the depth."""
 PANELS = {
     "ratio": ("", "CPU time of a step over that of the plain residual"),
     "gib": ("_gib", "Peak memory of a step, GiB"),
@@ -52,36 +57,50 @@ LIGHTER = {GREEN: "#3fc49a", RED: "#f0873f", GREY: "#a9b1ba", BLUE: "#58b0f0"}
 def measure(rounds: int) -> None:
     """Records every form at every depth."""
     torch.set_num_threads(1)
+    # One variant for each number of states.
+    torch._dynamo.config.recompile_limit = 2 * max(DEPTHS)
     command, clock = "python -m bench.depth", partial(on_cpu, now=time.process_time)
     for depth in DEPTHS:
         runs = {
             key: step(depth, connection, form, sentences=SENTENCES, dropout=0.0)
             for key, (_, connection, form) in FORMS.items()
+            if form is not COMPILED or depth <= MOST_COMPILED
         }
-        peaks = {key: peak_bytes(run) for key, run in runs.items()}
+        # What counts memory stands in the way of a compiled function, which is compiled here.
+        peaks = {
+            key: runs[key]() if FORMS[key][2] is COMPILED else peak_bytes(runs[key]) for key in runs
+        }
         rows = interleave(runs, repeats=rounds, warmup=0, clock=clock)
-        for key, (name, *_) in FORMS.items():
+        for key in runs:
+            name = FORMS[key][0]
             what = f"step, forward and backward: {name}, L={depth}, T=1024, D=256, fp32"
             over = ratio(rows[key], rows["residual"])
             record(f"depth_{key}_{depth}", over, "x", f"CPU time over residual: {what}", command)
-            peak = peaks[key] / 2**30
-            record(f"depth_{key}_{depth}_gib", peak, "GiB", f"peak memory: {what}", command)
+            if peaks[key] is not None:
+                peak = peaks[key] / 2**30
+                record(f"depth_{key}_{depth}_gib", peak, "GiB", f"peak memory: {what}", command)
 
 
 def draw(folder: Path) -> None:
     """The numbers of this processor: one picture of the time, one of the memory."""
     results, here = read(), processor()
     for panel, (end, title) in PANELS.items():
-        curves = {
-            name: [(d, results[f"depth_{key}_{d}{end}", here].value) for d in DEPTHS]
+        found = {
+            name: [
+                (d, results[f"depth_{key}_{d}{end}", here].value)
+                for d in DEPTHS
+                if (f"depth_{key}_{d}{end}", here) in results
+            ]
             for key, (name, *_) in FORMS.items()
         }
+        colors_of = dict(zip(found, (GREY, GREEN, BLUE, GREEN, BLUE, RED, RED), strict=True))
+        curves = {name: points for name, points in found.items() if points}
         for suffix, style in (("", {}), ("_dark", DARK)):
-            colors = dict(zip(curves, (GREY, GREEN, BLUE, GREEN, BLUE, RED), strict=True))
+            colors = {name: colors_of[name] for name in curves}
             if style:
                 colors = {name: LIGHTER[color] for name, color in colors.items()}
             strong = [name for name in curves if name.startswith("deepfast")]
-            dashed = [name for name in curves if name.startswith("per row")]
+            dashed = [name for name in curves if name.startswith(("per row", "compiled"))]
             with picture(folder / f"depth_{panel}{suffix}.svg", ground="none", **style) as figure:
                 axes = figure.add_subplot()
                 axes.set_title(title)

@@ -1,10 +1,12 @@
 """Times ops against plain PyTorch, in turns, forward without autograd and with backward:
 `deepfast bench`."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -174,6 +176,9 @@ def measure_case(
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
     forms: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
     if compiled:
+        # torch's cache does not know ATEN_CPU_CAPABILITY and returns code for other vectors.
+        config: Any = importlib.import_module("torch._inductor.config")
+        config.force_disable_caches = True
         torch.compiler.reset()
         forms["compiled"] = torch.compile(forms["torch"], fullgraph=True, dynamic=False)
 
