@@ -352,9 +352,13 @@ DEEPFAST_INLINE void for_lanes(int64_t n, const F& f) {
   for (; i < n; ++i) f(Lanes<1>{}, i);
 }
 
+template <int I>
+struct Constant {
+  DEEPFAST_INLINE constexpr operator int() const { return I; }
+};
 template <class F, int... I>
 DEEPFAST_INLINE void each_of(const F& f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>{}), ...);
+  (f(Constant<I>{}), ...);
 }
 // Calls f(i) for i from 0 to count - 1, each a constant. An array with other indices than constants
 // would not stay in registers.
