@@ -37,5 +37,19 @@ DEEPFAST_INLINE void store_row_ahead(const A* row, T* p, int64_t dim, int64_t st
       dim, [&](auto lanes, int64_t d) { store_ahead(lanes, p + d, load(lanes, row + d), stride); });
 }
 
+// A state at token 0 with its affine map, which may be absent. A kernel finds its states once, not
+// again for each token.
+template <class T>
+struct State {
+  const T* n;
+  const compute_t<T>*norm_weight, *norm_bias;
+};
+template <class T, class Launch>
+DEEPFAST_INLINE State<T> state_of(const Launch& op, int64_t k) {
+  using A = compute_t<T>;
+  return {row_of<T>(op.states, k, 0), at<A>(op.norm_weight, k * op.D),
+          at<A>(op.norm_bias, k * op.D)};
+}
+
 }  // namespace DEEPFAST_ISA
 }  // namespace deepfast

@@ -117,12 +117,6 @@ DEEPFAST_INLINE void add_products(Lanes<N> lanes, const X* row, const Weight& we
   }
 }
 
-// The largest scores of a row of tokens so far and the sums of their exponentials, each (T) or null.
-template <class A>
-struct SoftmaxStats {
-  A *most, *total;
-};
-
 // Rows of attention over sources, a batch of tokens at a time:
 //   s = <q_r, v_k> rstd_k + b[r, k]         p = softmax over k, or relu(s)
 //   x_r = kept_r before_r + sum_k p_rk v_k
@@ -139,6 +133,7 @@ class Attend {
         rows_(rows.count),
         sources_(sources.count),
         dim_(op.D),
+        T_(op.T),
         stride_(op.states.row_stride),
         state_(sources_),
         v_(sources_),
@@ -158,8 +153,9 @@ class Attend {
     memset(p_.get(), 0, sources_ * rows_ * N * sizeof(A));
   }
 
-  // The weights of tokens [t, t + n). before(r) and after(r): a row's statistics; `joins`: whether
-  // there are results over other sources.
+  // The weights of tokens [t, t + n). `joins`: whether there are results over other sources.
+  // before(r) and after(r): of row r (T) the largest scores, and behind them (T) the sums of the
+  // exponentials.
   template <class Before, class After>
   DEEPFAST_INLINE void weigh(int64_t t, int64_t n, bool joins, const Before& before,
                              const After& after) {
@@ -216,9 +212,8 @@ class Attend {
   DEEPFAST_INLINE void normalise(int64_t t, int64_t n, int64_t r, bool joins, const Before& before,
                                  const After& after) {
     constexpr Lanes<N> lanes;
-    const SoftmaxStats<A> old = joins ? before(r) : SoftmaxStats<A>{}, found = after(r);
     auto first = broadcast(lanes, A(-__builtin_inf()));
-    if (joins) first = load_tokens<A>(old.most + t, n);
+    if (joins) first = load_tokens<A>(before(r) + t, n);
     auto most = first;
     for (int64_t k = 0; k < sources_; ++k) {
       const auto s = score(t, n, k, r);
@@ -226,7 +221,7 @@ class Attend {
       most = s > most ? s : most;
     }
     auto kept = broadcast(lanes, A(0));
-    if (joins) kept = load_tokens<A>(old.total + t, n) * exponential<A>(lanes, first - most);
+    if (joins) kept = load_tokens<A>(before(r) + T_ + t, n) * exponential<A>(lanes, first - most);
     auto total = kept;
     for (int64_t k = 0; k < sources_; ++k) {
       const auto e = exponential<A>(lanes, load(lanes, weight(k, r)) - most);
@@ -237,12 +232,12 @@ class Attend {
     store(lanes, kept_ + r * N, kept * scale);
     for (int64_t k = 0; k < sources_; ++k)
       store(lanes, weight(k, r), load(lanes, weight(k, r)) * scale);
-    store_tokens<A>(found.most + t, n, most);
-    store_tokens<A>(found.total + t, n, total);
+    store_tokens<A>(after(r) + t, n, most);
+    store_tokens<A>(after(r) + T_ + t, n, total);
   }
 
   bool softmax_;
-  int64_t rows_, sources_, dim_, stride_;
+  int64_t rows_, sources_, dim_, T_, stride_;
   Scratch<const T*> state_, v_;  // at token 0, and of one token
   Scratch<const A*> query_, rstd_;
   Scratch<A> bias_, p_, kept_;

@@ -14,10 +14,7 @@ template <class T>
 void attend_all(const AttendRows& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
   Attend<T> rows(op, op.rows, op.sources);
-  const auto stats = [&](int64_t r) {
-    A* most = at<A>(op.out_stats, op.out_rows[r] * 2 * op.T);
-    return SoftmaxStats<A>{most, most + op.T};
-  };
+  const auto stats = [&](int64_t r) { return at<A>(op.out_stats, op.out_rows[r] * 2 * op.T); };
   for_batches<T>(begin, end, op.sources.count, op.D, [&](int64_t t, int64_t n) {
     rows.weigh(t, n, op.accumulate, stats, stats);
     for (int64_t i = 0; i < n; ++i) {

@@ -18,13 +18,9 @@ class NearRow {
       : op_(op), joins_(op.partial.data != nullptr), row_(op, {&op.k, 1}, op.near) {}
 
   DEEPFAST_INLINE void weigh(int64_t t, int64_t n) {
-    const auto stats = [&](const void* p, int64_t entries) {
-      A* most = at<A>(const_cast<void*>(p), op_.k * entries * op_.T);
-      return SoftmaxStats<A>{most, most == nullptr ? nullptr : most + op_.T};
-    };
     row_.weigh(
-        t, n, joins_, [&](int64_t) { return stats(op_.partial_stats, 0); },
-        [&](int64_t) { return stats(op_.stats, 3); });
+        t, n, joins_, [&](int64_t) { return at<A>(op_.partial_stats, 0); },
+        [&](int64_t) { return at<A>(op_.stats, op_.k * 3 * op_.T); });
   }
   DEEPFAST_INLINE void mix(int64_t t, int64_t i, A* x) {
     const T* partial = joins_ ? row_of<T>(op_.partial, t + i) : nullptr;

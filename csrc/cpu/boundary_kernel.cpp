@@ -15,11 +15,11 @@ constexpr int kTokens = 2;
 // Rows whose gradients are pulled at once.
 constexpr int kPulled = 4;
 
-// A near source, with its addresses computed once for all tokens.
+// A near source and its weight.
 template <class T>
 struct Source {
-  const T* state;  // at token 0
-  const compute_t<T>*norm_weight, *norm_bias, *weight;
+  State<T> state;
+  const compute_t<T>* weight;
 };
 
 template <class T, class Launch>
@@ -27,8 +27,7 @@ void find_sources(const Launch& op, Source<T>* sources) {
   using A = compute_t<T>;
   for (int64_t i = 0; i < op.near.count; ++i) {
     const int64_t j = op.near[i];
-    sources[i] = {row_of<T>(op.states, j, 0), at<A>(op.norm_weight, j * op.D),
-                  at<A>(op.norm_bias, j * op.D), weight_of<A>(op.weight, op.k, j, op.R)};
+    sources[i] = {state_of<T>(op, j), weight_of<A>(op.weight, op.k, j, op.R)};
   }
 }
 
@@ -45,13 +44,13 @@ DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sourc
                  ? load_ahead(lanes, row_of<T>(op.partial, t) + d + v * N, op.partial.row_stride)
                  : vec_t<A, N>{};
   for (int64_t i = 0; i < op.near.count; ++i) {
-    const T* n = sources[i].state + t * op.states.row_stride + d;
-    const A *norm_weight = sources[i].norm_weight, *norm_bias = sources[i].norm_bias;
+    const State<T>& state = sources[i].state;
+    const T* n = state.n + t * op.states.row_stride + d;
     const A* weight = sources[i].weight;
     for (int v = 0; v < V; ++v) {
       const auto w = PerChannel ? load(lanes, weight + d + v * N) : broadcast(lanes, *weight);
-      sum[v] += w * affine(lanes, load_ahead(lanes, n + v * N, op.states.row_stride), norm_weight,
-                           norm_bias, d + v * N);
+      sum[v] += w * affine(lanes, load_ahead(lanes, n + v * N, op.states.row_stride),
+                           state.norm_weight, state.norm_bias, d + v * N);
     }
   }
   for (int v = 0; v < V; ++v) store(lanes, x + d + v * N, sum[v]);

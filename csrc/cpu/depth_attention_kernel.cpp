@@ -113,16 +113,18 @@ class Scores {
 
 // ---- given weights -----------------------------------------------------------------------------
 
+// Values of a tile of each operand.
+constexpr int64_t kTileValues = 2048;
+
 // The sums with the scores as weights, a few tokens and sources at a time.
 template <class T>
 void mix_rows(const DepthAttentionForward& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.D, hops = op.H;
-  const TileShape shape = TileShape::whole_rows(dim);
-  Scratch<A> sums(shape.tokens * hops * dim), kept(hops);
+  const int64_t dim = op.D, hops = op.H, tokens = tile_tokens(dim, kTileValues);
+  Scratch<A> sums(tokens * hops * dim), kept(hops);
   for (int64_t h = 0; h < hops; ++h) kept[h] = 1;
-  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
-    memset(sums.get(), 0, shape.tokens * hops * dim * sizeof(A));
+  for_tiles(begin, end, tokens, [&](const Tile& tile) {
+    memset(sums.get(), 0, tokens * hops * dim * sizeof(A));
     for_groups<kGroup>(op.K, [&](auto group, int64_t k) {
       for (int64_t t = tile.t0; t < tile.t1; ++t) {
         const Streams<T, group.n> states(op.sources, k, tile, t);
@@ -148,8 +150,8 @@ class PullTokens {
  public:
   explicit PullTokens(const DepthAttentionBackward& op)
       : op_(op),
-        shape_(TileShape::whole_rows(op.D)),
-        dout_(shape_.tokens * op.H * op.D),
+        tokens_(tile_tokens(op.D, kTileValues)),
+        dout_(tokens_ * op.H * op.D),
         u_(kGroup * op.D),
         weight_(op.H * kGroup),
         g_(op.H) {
@@ -158,7 +160,7 @@ class PullTokens {
 
   void run(int64_t begin, int64_t end) {
     const int64_t hops = op_.H, dim = op_.D;
-    for_tiles(begin, end, dim, shape_, [&](const Tile& tile) {
+    for_tiles(begin, end, tokens_, [&](const Tile& tile) {
       for (int64_t r = tile.t0 * hops; r < tile.t1 * hops; ++r)
         load_row(row_of<T>(op_.dout, r), dout_ + (r - tile.t0 * hops) * dim, dim);
       for_groups<kGroup>(op_.K, [&](auto group, int64_t k) {
@@ -202,7 +204,7 @@ class PullTokens {
   }
 
   const DepthAttentionBackward& op_;
-  const TileShape shape_;
+  const int64_t tokens_;
   Scratch<A> dout_, u_, weight_;
   Scratch<const A*> g_;
   A kept_[kGroup];

@@ -18,13 +18,6 @@ constexpr int kSources = kManyRegisters ? 4 : 2, kTokens = 2;
 // Values of a tile: its sums stay in the caches while all sources pass.
 constexpr int64_t kMixValues = 8192;
 
-TileShape mix_tile(int64_t dim) {
-  TileShape shape = TileShape::whole_rows(dim);
-  shape.tokens = dim < kMixValues ? kMixValues / dim : 1;
-  if (shape.tokens > 64) shape.tokens = 64;
-  return shape;
-}
-
 // The sources with one weight each; with a weight for each channel; with a norm, where the factor is
 // always one for each channel.
 enum class Kind { plain, channels, norm };
@@ -104,9 +97,8 @@ template <class T, Kind kKind>
 void forward(const DepthMixForward& op, const Factors<compute_t<T>, kKind>& factors, int64_t begin,
              int64_t end) {
   using A = compute_t<T>;
-  const int64_t dim = op.D;
-  const TileShape shape = mix_tile(dim);
-  Scratch<A> bias(dim), sums(shape.tokens * dim);
+  const int64_t dim = op.D, tokens = tile_tokens(dim, kMixValues);
+  Scratch<A> bias(dim), sums(tokens * dim);
   memset(bias.get(), 0, dim * sizeof(A));
   if (op.norm_bias != nullptr)
     for (int64_t k = 0; k < op.K; ++k)
@@ -115,7 +107,7 @@ void forward(const DepthMixForward& op, const Factors<compute_t<T>, kKind>& fact
         store(lanes, bias + d,
               load(lanes, bias + d) + w * load(lanes, at<A>(op.norm_bias, k * dim) + d));
       });
-  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+  for_tiles(begin, end, tokens, [&](const Tile& tile) {
     constexpr int kMost = kKind == Kind::norm ? kSources : 2 * kSources;
     int64_t k = 0;
     for (; k + kMost <= op.K; k += kMost)
@@ -225,16 +217,15 @@ template <class T, Kind kKind>
 void backward(const DepthMixBackward& op, const Factors<compute_t<T>, kKind>& factors,
               int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const int64_t dim = op.D;
-  const TileShape shape = mix_tile(dim);
+  const int64_t dim = op.D, tokens = tile_tokens(dim, kMixValues);
   const bool of_products =
       kKind != Kind::plain && (op.dweight.data != nullptr || op.dnorm_weight != nullptr);
   const int64_t products = of_products ? op.K * dim : 0;
-  Scratch<A> g(shape.tokens * dim), values(dim + op.K + products);
+  Scratch<A> g(tokens * dim), values(dim + op.K + products);
   memset(values.get(), 0, (dim + op.K + products) * sizeof(A));
   const TokenSums<A> sums{values, of_products ? values + dim + op.K : nullptr, values + dim};
   const bool past_caches = op.K * op.T * dim * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
-  for_tiles(begin, end, dim, shape, [&](const Tile& tile) {
+  for_tiles(begin, end, tokens, [&](const Tile& tile) {
     for (int64_t t = tile.t0; t < tile.t1; ++t) {
       load_row(row_of<T>(op.dout, t), g + (t - tile.t0) * dim, dim);
       add_row(g + (t - tile.t0) * dim, sums.grad, dim);

@@ -35,24 +35,6 @@ DEEPFAST_INLINE void for_pieces(int64_t begin, int64_t end, int64_t dim, int64_t
   for (; t < end; ++t) tokens(Lanes<1>{}, t);
 }
 
-// A state at token 0 with its affine map, which may be absent.
-template <class T>
-struct State {
-  const T* n;
-  const compute_t<T>*norm_weight, *norm_bias;
-};
-
-// Of a launch's states `at`. All addresses are computed once, not for each vector of channels.
-template <class T, class Launch>
-void find_states(const Launch& op, const Indices& at_slots, State<T>* states) {
-  using A = compute_t<T>;
-  for (int64_t i = 0; i < at_slots.count; ++i) {
-    const int64_t k = at_slots[i];
-    states[i] = {row_of<T>(op.states, k, 0), at<A>(op.norm_weight, k * op.D),
-                 at<A>(op.norm_bias, k * op.D)};
-  }
-}
-
 // The weights of what is summed, (sums, results) in a row. One weight per channel is read from the
 // parameter itself.
 template <class A, bool PerChannel>
@@ -125,7 +107,7 @@ void mix_all(const MixRows& op, int64_t begin, int64_t end) {
     return weight_of<A>(op.weight, op.rows[r], op.sources[k], op.R);
   });
   const Scratch<State<T>> states(sources);
-  find_states<T>(op, op.sources, states.get());
+  for (int64_t k = 0; k < sources; ++k) states[k] = state_of<T>(op, op.sources[k]);
   const Results<T> out(op);
   for_pieces<kMixed, A>(begin, end, op.D, results,
                         [&](auto tokens, int64_t t, auto lanes, int64_t d, auto rows, int64_t r) {
@@ -159,7 +141,7 @@ void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
     return weight_of<A>(op.weight, op.rows[l], op.sources[j], op.R);
   });
   const Scratch<State<T>> states(sources);
-  find_states<T>(op, op.sources, states.get());
+  for (int64_t k = 0; k < sources; ++k) states[k] = state_of<T>(op, op.sources[k]);
   const Results<T> out(op);
   const Scratch<const T*> grads(rows);
   for (int64_t l = 0; l < rows; ++l) grads[l] = row_of<T>(op.grads, op.grad_slots[l], 0);

@@ -18,15 +18,6 @@ DEEPFAST_INLINE T* row_of(const Slots& slots, int64_t i, int64_t t) {
   return static_cast<T*>(slots.data) + i * slots.slot_stride + t * slots.row_stride;
 }
 
-// A list of slots as a list of matrices.
-struct Chosen {
-  const Slots& slots;
-  const Indices& at;
-  int64_t count = at.count;
-
-  DEEPFAST_INLINE Matrix operator[](int64_t i) const { return slots[at[i]]; }
-};
-
 template <class T, class A = compute_t<T>>
 DEEPFAST_INLINE void load_row(const T* p, A* row, int64_t dim) {
   for_lanes<A>(dim, [&](auto lanes, int64_t d) { store(lanes, row + d, load(lanes, p + d)); });
@@ -187,13 +178,6 @@ DEEPFAST_INLINE void moments_of_each(const T* const (&rows)[kRows], int64_t dim,
     found[r] = {mean[r] + left,
                 A(1) / static_cast<A>(__builtin_sqrt((variance > A(0) ? variance : A(0)) + eps))};
   });
-}
-
-template <class T, class A = compute_t<T>>
-DEEPFAST_INLINE Moments<A> moments(const T* row, int64_t dim, A eps, bool rms = false) {
-  Moments<A> found[1];
-  moments_of_each<T, 1>({row}, dim, eps, found, rms);
-  return found[0];
 }
 
 // Normalised value times weight plus bias, either of which may be absent. Multiplication and addition

@@ -393,6 +393,7 @@ struct RowSums {
 // n alone.
 template <class A, class Sums, int kWays = 4, class F>
 DEEPFAST_INLINE Sums sum_over_lanes(int64_t n, const F& f) {
+  static_assert(kWays == 1 || kWays == 2 || kWays == 4, "the sums are added in pairs");
   constexpr int N = kLanes<A>, kBlock = 32 * 4 * N;
   Sums total;
   for (int64_t i = 0; i < n;) {

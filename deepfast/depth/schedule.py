@@ -58,7 +58,7 @@ def default_block(rows: int) -> int:
     one block: a far pass would cost more than it saves.
     """
     if rows <= 8:
-        return max(1, rows)
+        return rows
     return 4 if rows <= 32 else 8
 
 
