@@ -97,8 +97,10 @@ def dlcl(claims: Claims) -> None:
     claims.bytes("bytes_dlcl_100", what, steps, "dlcl", "residual")
     of_60, of_100 = (mixing(DLCL(layers, DIM), FORMS) for layers in (60, 100))
     what = "mixing of DLCL, forward and backward"
-    claims.times("mix_denseformer_60", f"{what}: DenseFormer form over deepfast, L=60, {SIZES}",
-                 of_60, "DenseFormer form", "deepfast")  # fmt: skip
+    for layers, forms in ((60, of_60), (100, of_100)):
+        about = f"{what}: DenseFormer form over deepfast, L={layers}, {SIZES}"
+        key = f"mix_denseformer_{layers}"
+        claims.times(key, about, forms, "DenseFormer form", "deepfast")
     stack = f"{what}: stack and sum over deepfast, L=100, {SIZES}"
     claims.bytes("mix_stack_bytes_100", stack, of_100, "stack and sum", "deepfast")
     claims.times("mix_stack_100", stack, of_100, "stack and sum", "deepfast")
@@ -146,7 +148,28 @@ def mudd(claims: Claims) -> None:
     claims.bytes("bytes_mudd_24", about, steps, "mudd", "residual")
 
 
-GROUPS = {group.__name__: group for group in (dlcl, attnres, mudd)}
+def threads(claims: Claims) -> None:
+    """Two threads over one; nothing else may run."""
+
+    def both(run: Callable[[], object]) -> Forms:
+        def on(count: int) -> None:
+            torch.set_num_threads(count)
+            run()
+
+        return {"one": partial(on, 1), "two": partial(on, 2)}
+
+    keep_memory()
+    for layers in (24, 100):
+        about = f"one thread over two: mixing of DLCL, forward and backward, L={layers}, {SIZES}"
+        run = mixing(DLCL(layers, DIM), FORMS)["deepfast"]
+        claims.times(f"threads_mix_{layers}", about, both(run), "one", "two")
+    about = f"one thread over two: step, forward and backward, of DLCL, L=24, {SIZES}"
+    claims.times("threads_step_24", about, both(step(24, "dlcl")), "one", "two")
+    plain = about.replace("DLCL", "the plain residual")
+    claims.times("threads_step_residual_24", plain, both(step(24, "residual")), "one", "two")
+
+
+GROUPS = {group.__name__: group for group in (dlcl, attnres, mudd, threads)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,70 +1,199 @@
 """Every op against PyTorch, eager and under `torch.compile`: `python -m bench.compiled [ROW ...]`.
 
 The peer of a row is the faster of the best eager form and of the same form under
-``torch.compile(fullgraph=True, dynamic=False)``. All forms take turns on one thread, warmed up, and
-freed memory is kept for all. Each ratio, the peer's time over deepfast's, goes to
-bench/results/results.csv as soon as it is measured. All rows take about 10 minutes, half of it
-compiling; ``--list`` names them.
+``torch.compile(fullgraph=True, dynamic=False)``; where matrix products take the time, also with
+``mode="max-autotune-no-cudagraphs"``. All forms take turns on one thread, warmed up, and freed
+memory is kept for all. Each ratio, the peer's time over deepfast's, goes to
+bench/results/results.csv as soon as it is measured. The rows ``inside_*`` compare a model with
+deepfast's ops in it, eager, with the same model under `torch.compile`. All rows take about 25
+minutes, most of it compiling; ``--list`` names them.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from bench.record import record
+from deepfast import connect
 from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case
-from deepfast.measure.bench_ops import CASES, Sizes, connection, measure_case
-from deepfast.measure.clock import keep_memory
-from deepfast.measure.forms import ATTENTION_FORMS
-from deepfast.nn import AttentionResiduals
+from deepfast.depth.schedule import default_block
+from deepfast.measure.bench_ops import CASES, Sizes, connection, measure_case, under_compiler
+from deepfast.measure.clock import interleave, keep_memory, ratio
+from deepfast.measure.forms import (
+    ATTENTION_FORMS,
+    AttentionForm,
+    DLCLForm,
+    listed_attention,
+    loop_of_adds,
+)
+from deepfast.nn import DLCL, AttentionResiduals, TransformerEncoder
 
+COMMAND = "python -m bench.compiled"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Make = Callable[[Sizes], Case]
 
 
-def _mix(count: int, norm: tuple[str, ...] = ()) -> Make:
+@dataclass(frozen=True)
+class Row:
+    """What is measured: a case, and the peers that are added to its eager form."""
+
+    make: Callable[[Sizes], Case]
+    sizes: Sizes
+    compiled: bool = True
+    """Whether the eager form is also measured under `torch.compile`."""
+    products: bool = False
+    """Whether matrix products take the time, so that a compiler can tune them."""
+
+    def peers(self, case: Case) -> dict[str, Callable]:
+        found = {"compiled": under_compiler(case)} if self.compiled else {}
+        if self.products:
+            found["max-autotune"] = under_compiler(case, mode="max-autotune-no-cudagraphs")
+        return found
+
+
+class InBlocks(DLCLForm):
+    """DLCL in deepfast's order as plain PyTorch code. Where a block of rows begins, each of them
+    gets its sum over all states below; a row then adds the states of its block."""
+
+    def __init__(self, dlcl: DLCL):
+        super().__init__(loop_of_adds, dlcl)
+        self.rows = len(dlcl.weight)
+        self.block = default_block(self.rows)
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        self.push(self.norm(y))
+        row, weight = self.count, self.dlcl.weight
+        begin = row - row % self.block
+        if row == begin:
+            below = range(begin, min(begin + self.block, self.rows)) if begin else ()
+            self.far = [self.mix(self.states[:begin], weight[r, :begin]) for r in below]
+        self.count += 1
+        near = self.mix(self.states[begin:], weight[row, begin : row + 1])
+        return near + self.far[row - begin] if begin else near
+
+
+def _mix(count: int, norm: tuple[str, ...] = ()) -> Callable[[Sizes], Case]:
     return lambda s: ops.depth_mix("", s.rows, count, norm=norm)
 
 
-def _attention_residuals(s: Sizes) -> Case:
-    module = AttentionResiduals(s.layers, s.dim, reads=2)
-    return connection(s, module, ATTENTION_FORMS, "list")
+def _stack(module: type[DLCL | AttentionResiduals], forms: dict, plain: str, **options) -> Callable:
+    return lambda s: connection(s, module(s.layers, s.dim, **options), forms, plain)
 
 
-def _rows() -> dict[str, tuple[Make, Sizes]]:
-    """Every row: the case, and the sizes of its operands."""
+def _rows() -> dict[str, Row]:
     size = partial(Sizes, dropout=0.0)
-    found: dict[str, tuple[Make, Sizes]] = {}
+    found: dict[str, Row] = {}
     for name, dtype in DTYPES.items():
         for count in (8, 24, 60):
-            found[f"depth_mix_{count}_{name}"] = _mix(count), size(tokens=2048, dtype=dtype)
+            found[f"depth_mix_{count}_{name}"] = Row(_mix(count), size(tokens=2048, dtype=dtype))
         norms = _mix(24, ("weight", "bias"))
-        found[f"depth_mix_norm_24_{name}"] = norms, size(tokens=2048, dtype=dtype)
+        found[f"depth_mix_norm_24_{name}"] = Row(norms, size(tokens=2048, dtype=dtype))
     for tokens, dim in ((256, 512), (2048, 512), (8192, 1024)):
         for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
-            found[f"{op}_{tokens}"] = CASES[op], size(tokens=tokens, dim=dim)
-    found["activation_gelu"] = (
-        lambda s: ops.activation("", s.rows, "gelu"), size(tokens=2048, dim=2048)
-    )  # fmt: skip
-    found["feed_forward"] = CASES["feed_forward"], size(tokens=1024)
-    found["attention"] = CASES["attention"], size(tokens=2048)
-    found["peephole_lstm"] = CASES["peephole_lstm"], size(tokens=1024)
+            found[f"{op}_{tokens}"] = Row(CASES[op], size(tokens=tokens, dim=dim))
+    gelu = partial(ops.activation, "", kind="gelu")
+    found["activation_gelu"] = Row(lambda s: gelu(s.rows), size(tokens=2048, dim=2048))
+    found["feed_forward"] = Row(CASES["feed_forward"], size(tokens=1024), products=True)
+    found["attention"] = Row(CASES["attention"], size(tokens=2048))
+    found["peephole_lstm"] = Row(CASES["peephole_lstm"], size(tokens=1024))
     for name, dtype in DTYPES.items():
-        made = size(dtype=dtype)
-        found[f"linear_cross_entropy_{name}"] = (
-            lambda s: sentences.linear_cross_entropy("", s.rows, 16_000), made
-        )  # fmt: skip
-    for layers in (6, 12, 24):
-        found[f"dlcl_{layers}"] = CASES["DLCL"], size(tokens=2048, dim=256, layers=layers)
-    found["attention_residuals_6"] = _attention_residuals, size(tokens=2048, dim=256, layers=6)
+        loss = partial(sentences.linear_cross_entropy, "", vocabulary=16_000)
+        found[f"linear_cross_entropy_{name}"] = Row(
+            lambda s, loss=loss: loss(s.rows), size(dtype=dtype), products=True
+        )
+    stack = partial(size, tokens=2048, dim=256)
+    blocks, two = {"loop in blocks": InBlocks}, {"reads": 2}
+    for layers in (6, 12, 24, 48):
+        found[f"dlcl_{layers}"] = Row(CASES["DLCL"], stack(layers=layers))
+        found[f"dlcl_{layers}_blocks"] = Row(
+            _stack(DLCL, blocks, "loop in blocks"), stack(layers=layers)
+        )
+    found["attention_residuals_6"] = Row(
+        _stack(AttentionResiduals, ATTENTION_FORMS, "list", **two), stack(layers=6)
+    )
+    each = torch.compile(listed_attention, fullgraph=True, dynamic=False)
+    forms = {"compiled function for each row": partial(AttentionForm, each)}
+    found["attention_residuals_24"] = Row(
+        _stack(AttentionResiduals, forms, *forms, **two), stack(layers=24), compiled=False
+    )
     return found
 
 
 ROWS = _rows()
+
+
+def measure(name: str, rounds: int, eager: bool) -> None:
+    """Measures a row in both passes; records it unless its peers are only ``eager``."""
+    row = ROWS[name]
+    case, sizes = row.make(row.sizes), row.sizes
+    peers = {} if eager else row.peers(case)
+    for found in measure_case(name, case, sizes, rounds, peers):
+        both = found["pass"] != "forward"
+        times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in found["seconds"].items())
+        what = f"{found['pass']}, T={sizes.tokens}, D={sizes.dim}: {found['torch_form']}; {times}"
+        if eager:
+            print(f"{found['ratio']:6.2f} {name}: {what}", flush=True)
+            continue
+        what = f"fastest of eager and compiled over deepfast: {what}"
+        if peers:
+            what += f"; compiling took {found['compile_seconds']:.0f} s"
+        record(f"compiled_{name}" + "_backward" * both, found["ratio"], "x", what, COMMAND)
+
+
+# ---- deepfast inside of a compiled model ---------------------------------------------------------
+
+LAYERS, SENTENCES, LENGTH, DIM = 12, 64, 32, 256
+
+
+def _encoder() -> nn.Module:
+    return TransformerEncoder(LAYERS, DIM, 4, 4 * DIM, connection="dlcl")
+
+
+def _connected() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(
+        DIM, 4, 4 * DIM, dropout=0.1, batch_first=True, norm_first=True
+    )
+    encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(DIM), enable_nested_tensor=False)
+    connect(encoder, "layers", norm="pre", dim=DIM)
+    return encoder
+
+
+MODELS = {"inside_encoder": _encoder, "inside_connect": _connected}
+"""A model whose layers are its ``layers``."""
+
+
+def inside(name: str, rounds: int) -> None:
+    """A training step of a model: eager over compiled layers, and over the model compiled whole."""
+
+    def step(run: Callable, model: nn.Module) -> None:
+        run(x).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    x = torch.randn(SENTENCES, LENGTH, DIM)
+    eager, layers, whole = (MODELS[name]() for _ in range(3))
+    for layer in layers.layers:
+        layer.compile(dynamic=False)
+    forms = {
+        "eager": partial(step, eager, eager),
+        "layers": partial(step, layers, layers),
+        "model": partial(step, torch.compile(whole, dynamic=False), whole),
+    }
+    seconds = {}
+    for form, run in forms.items():
+        begin = time.perf_counter()
+        run()
+        seconds[form] = time.perf_counter() - begin
+    found = interleave(forms, repeats=rounds)
+    for form in ("layers", "model"):
+        what = f"a step of {LAYERS} layers, T={SENTENCES * LENGTH}, D={DIM}"
+        what += f": eager over compiled {form}; first call {seconds[form]:.0f} s"
+        record(f"{name}_{form}", ratio(found["eager"], found[form]), "x", what, COMMAND)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,24 +204,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     args = parser.parse_args(argv)
     if args.list:
-        print(*ROWS, sep="\n")
+        print(*ROWS, *MODELS, sep="\n")
         return 0
     torch.set_num_threads(1)
+    # One variant for each number of states.
+    torch._dynamo.config.recompile_limit = 128
     keep_memory()
-    for name in args.rows or ROWS:
-        make, sizes = ROWS[name]
+    for name in args.rows or [*ROWS, *([] if args.eager else MODELS)]:
         torch.manual_seed(1)
-        for row in measure_case(name, make(sizes), sizes, args.rounds, not args.eager):
-            both = row["pass"] != "forward"
-            times = ", ".join(f"{form} {s * 1e3:.3g} ms" for form, s in row["seconds"].items())
-            what = f"{row['pass']}, T={sizes.tokens}, D={sizes.dim}: {row['torch_form']}; {times}"
-            if args.eager:
-                print(f"{row['ratio']:6.2f} {name}: {what}", flush=True)
-                continue
-            what = f"fastest of eager and compiled over deepfast: {what}"
-            what += f"; compiling took {row['compile_seconds']:.0f} s"
-            key = f"compiled_{name}" + "_backward" * both
-            record(key, row["ratio"], "x", what, "python -m bench.compiled")
+        if name in MODELS:
+            inside(name, args.rounds)
+        else:
+            measure(name, args.rounds, args.eager)
     return 0
 
 

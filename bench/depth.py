@@ -20,7 +20,7 @@ from bench.claims import peak_bytes, step
 from bench.record import FILE, processor, read, record
 from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, ratio
-from deepfast.measure.forms import AttentionForm, DLCLForm, FusedPerLayer, StackAndSum, loop_of_adds
+from deepfast.measure.forms import AttentionForm, CompiledLoop, FusedPerLayer, StackAndSum
 from deepfast.measure.pictures import BLUE, COLORS, Look, over_depth, picture
 from deepfast.memory.eager import RESIDUAL
 from deepfast.ops import attention_residual
@@ -28,7 +28,6 @@ from deepfast.ops import attention_residual
 DEPTHS, SENTENCES = (6, 12, 24, 48), 32
 GREEN, RED, GREY = COLORS["deepfast"], COLORS["stack and sum"], COLORS[RESIDUAL]
 PER_ROW = partial(AttentionForm, lambda values, norm, query: attention_residual(query, values))
-COMPILED = partial(DLCLForm, torch.compile(loop_of_adds, fullgraph=True, dynamic=False))
 FORMS = {
     "residual": ("plain residual", "residual", None),
     "dlcl": ("deepfast: DLCL", "dlcl", None),
@@ -36,7 +35,7 @@ FORMS = {
     "dlcl_per_row": ("per row: DLCL", "dlcl", FusedPerLayer),
     "attnres_per_row": ("per row: attn. residuals", "attnres", PER_ROW),
     "dlcl_stack": ("stack and sum: DLCL", "dlcl", StackAndSum),
-    "dlcl_compiled": ("compiled loop: DLCL", "dlcl", COMPILED),
+    "dlcl_compiled": ("compiled loop: DLCL", "dlcl", CompiledLoop),
 }
 """Key -> name, connection of the encoder, and what computes it in place of deepfast."""
 MOST_COMPILED = 24
@@ -57,18 +56,17 @@ LIGHTER = {GREEN: "#3fc49a", RED: "#f0873f", GREY: "#a9b1ba", BLUE: "#58b0f0"}
 def measure(rounds: int) -> None:
     """Records every form at every depth."""
     torch.set_num_threads(1)
-    # One variant for each number of states.
-    torch._dynamo.config.recompile_limit = 2 * max(DEPTHS)
     command, clock = "python -m bench.depth", partial(on_cpu, now=time.process_time)
     for depth in DEPTHS:
         runs = {
             key: step(depth, connection, form, sentences=SENTENCES, dropout=0.0)
             for key, (_, connection, form) in FORMS.items()
-            if form is not COMPILED or depth <= MOST_COMPILED
+            if form is not CompiledLoop or depth <= MOST_COMPILED
         }
         # What counts memory stands in the way of a compiled function, which is compiled here.
         peaks = {
-            key: runs[key]() if FORMS[key][2] is COMPILED else peak_bytes(runs[key]) for key in runs
+            key: runs[key]() if FORMS[key][2] is CompiledLoop else peak_bytes(runs[key])
+            for key in runs
         }
         rows = interleave(runs, repeats=rounds, warmup=0, clock=clock)
         for key in runs:

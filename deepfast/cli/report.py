@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
+    text = "also the loop of adds under torch.compile, up to 12 layers; half a minute more"
+    parser.add_argument("--compile", action="store_true", help=text)
     text = "also write trace.json, a torch.profiler trace of one training step"
     parser.add_argument("--trace", action="store_true", help=text)
 
@@ -35,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
     settings = replace(settings, training=not args.no_training)
+    if args.compile:
+        settings = replace(settings, compile_up_to=12)
     # The command that makes the same report, without the output folder.
-    options = [n for n in ("full", "quick", "no_training") if getattr(args, n)]
+    options = [n for n in ("full", "quick", "no_training", "compile") if getattr(args, n)]
     command = " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in options)])
     make_folder(args.output)
     check_writable(args.output / page.PAGE)

@@ -3,7 +3,7 @@
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,28 +159,34 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
 def measure(op: str, sizes: Sizes, rounds: int, compiled: bool = False) -> Iterator[dict]:
     """The rows of an op, see `measure_case`."""
     torch.manual_seed(1)
-    return measure_case(op, CASES[op](sizes), sizes, rounds, compiled)
+    case = CASES[op](sizes)
+    return measure_case(
+        op, case, sizes, rounds, {"compiled": under_compiler(case)} if compiled else {}
+    )
+
+
+def under_compiler(case: Case, **options) -> Callable:
+    """torch's form of a case under `torch.compile`, compiled by its first call."""
+    # torch's cache does not know ATEN_CPU_CAPABILITY and returns code for other vectors.
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.force_disable_caches = True
+    torch.compiler.reset()
+    form = partial(case.plain, torch_dropout)
+    return torch.compile(form, fullgraph=True, dynamic=False, **options)
 
 
 def measure_case(
-    name: str, case: Case, sizes: Sizes, rounds: int, compiled: bool
+    name: str, case: Case, sizes: Sizes, rounds: int, others: Mapping[str, Callable]
 ) -> Iterator[dict]:
-    """A row for each of `PASSES`, in which all forms take turns. ``compiled``: torch's form under
-    `torch.compile` is one of them.
+    """A row for each of `PASSES`, in which deepfast, torch's form and ``others`` take turns.
 
     Seconds are medians; ``ratio`` is the time of the fastest other form over deepfast's, the median
     of the rounds' ratios. ``fraction_of_copy`` is the time of a plain copy of as many bytes over
     deepfast's; None where matrix products take the time. ``compile_seconds`` has what the first
-    call of the compiled form took.
+    calls of ``others`` took; None if there are none.
     """
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    forms: dict[str, Callable] = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout)}
-    if compiled:
-        # torch's cache does not know ATEN_CPU_CAPABILITY and returns code for other vectors.
-        config: Any = importlib.import_module("torch._inductor.config")
-        config.force_disable_caches = True
-        torch.compiler.reset()
-        forms["compiled"] = torch.compile(forms["torch"], fullgraph=True, dynamic=False)
+    forms = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout), **others}
 
     def run(form: Callable, backward: bool, cotangents: list):
         # Without autograd, `linear_cross_entropy` computes no gradient in forward.
@@ -198,8 +204,8 @@ def measure_case(
         with backend.record() as ran:
             runs["deepfast"]()
         begin = time.perf_counter()
-        if compiled:
-            runs["compiled"]()
+        for form in others:
+            runs[form]()
         seconds = time.perf_counter() - begin
         timed = partial(interleave, repeats=rounds, clock=clock_of(sizes.device))
         found, fraction = timed(runs), None
@@ -214,6 +220,6 @@ def measure_case(
             "backend": "+".join(sorted({by for _, by in ran})),
             "seconds": {form: row.median for form, row in found.items()},
             "ratio": ratio(best, found["deepfast"]),
-            "compile_seconds": seconds if compiled else None,
+            "compile_seconds": seconds if others else None,
             "moved_bytes": nbytes or None, "fraction_of_copy": fraction,
         }  # fmt: skip

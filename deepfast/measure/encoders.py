@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
-from deepfast.measure.forms import FORMS, InStack
+from deepfast.measure.forms import COMPILED, FORMS, CompiledLoop, InStack
 from deepfast.measure.settings import Settings
 from deepfast.memory.eager import CHECKPOINTED, EAGER, RESIDUAL, STACK
 from deepfast.memory.sizes import Sizes
@@ -46,8 +46,9 @@ class StepCase:
             made.layers, made.connection.norms = self.encoder.layers, self.encoder.connection.norms
             return made
 
-        self.models = {name: beside("dlcl") for name in FORMS}
-        for name, form in FORMS.items():
+        forms = FORMS | {COMPILED: CompiledLoop}
+        self.models = {name: beside("dlcl") for name in forms}
+        for name, form in forms.items():
             self.models[name].connection.dlcl = InStack(form, dlcl)
         self.models |= {RESIDUAL: beside("residual"), "deepfast": self.encoder}
         self.x = torch.randn(settings.tokens, settings.dim)

@@ -12,7 +12,7 @@ formula, that of its default options, and differ in how they sum over layers:
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +122,21 @@ class DenseFormerForm(DLCLForm):
 StackAndSum = partial(DLCLForm, stack_and_sum)
 FusedPerLayer = partial(DLCLForm, ops.depth_mix)
 """One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
+COMPILED = "compiled loop"
+
+
+@cache
+def _compiled_loop() -> Callable:
+    return torch.compile(loop_of_adds, fullgraph=True, dynamic=False)
+
+
+def CompiledLoop(dlcl: DLCL) -> DLCLForm:
+    """The loop of adds under `torch.compile`, which compiles one variant for each row."""
+    # Twice as many where some steps have no gradient.
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    return DLCLForm(_compiled_loop(), dlcl)
+
+
 FORMS: dict[str, Callable[[DLCL], Callable]] = {
     "stack and sum": StackAndSum,
     "DenseFormer form": DenseFormerForm,

@@ -23,6 +23,7 @@ COLORS = {
     "stack and sum": "#d55e00",
     "DenseFormer form": "#b8548f",
     "loop of adds": "#b8860b",
+    "compiled loop": "#0072b2",
 }
 BLUE, GREY = "#0072b2", "#555555"
 WIDTH, HEIGHT = 4.3, 3.3

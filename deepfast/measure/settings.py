@@ -22,6 +22,9 @@ class Settings:
     """H."""
     ffn_dim: int = 1024
     """F."""
+    compile_up_to: int = 0
+    """The most layers of an encoder that is also measured with the loop of adds under
+    `torch.compile`. The time that compiling takes grows with the square of the depth."""
     rounds: int = 3
     """Timed runs of every variant, in turns."""
     mixing_depth: int = 100

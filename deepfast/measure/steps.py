@@ -13,7 +13,7 @@ from torch.profiler import profile, record_function
 from deepfast.files import write_atomically
 from deepfast.measure.clock import COPY, Row, copy_variant
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, VARIANTS, StepCase
-from deepfast.measure.forms import FORMS, mixing_alone
+from deepfast.measure.forms import COMPILED, FORMS, mixing_alone
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import states_moved
@@ -37,8 +37,11 @@ def steps(settings: Settings) -> list[Turns]:
         rows = [_row(settings, depth, variant) for variant in VARIANTS]
         states = (10 + settings.ffn_dim // settings.dim) * depth + _stacks(depth)
         rows[-1].predicted_bytes = states * settings.state_bytes
+        if depth <= settings.compile_up_to:
+            rows.append(_row(settings, depth, COMPILED))
         make = partial(StepCase, settings, depth)
-        found.append(Turns("a step", f"{depth} layers", rows, make, settings.rounds))
+        turns = Turns("a step", f"{depth} layers", rows, make, settings.rounds, (COMPILED,))
+        found.append(turns)
     return found
 
 
