@@ -5,8 +5,8 @@ The peer of a row is the faster of the best eager form and of the same form unde
 ``mode="max-autotune-no-cudagraphs"``. All forms take turns on one thread, warmed up, and freed
 memory is kept for all. Each ratio, the peer's time over deepfast's, goes to
 bench/results/results.csv as soon as it is measured. The rows ``inside_*`` compare a model with
-deepfast's ops in it, eager, with the same model under `torch.compile`. All rows take about 25
-minutes, most of it compiling; ``--list`` names them.
+deepfast's ops in it, eager, with the same model under `torch.compile`. ``--list`` names the rows.
+Without names all run but two that compile for ten minutes or more: about 20 minutes.
 """
 
 import argparse
@@ -49,6 +49,8 @@ class Row:
     """Whether the eager form is also measured under `torch.compile`."""
     products: bool = False
     """Whether matrix products take the time, so that a compiler can tune them."""
+    slow: bool = False
+    """Whether compiling takes many minutes, so that the row is measured only where it is named."""
 
     def peers(self, case: Case) -> dict[str, Callable]:
         found = {"compiled": under_compiler(case)} if self.compiled else {}
@@ -110,17 +112,20 @@ def _rows() -> dict[str, Row]:
     stack = partial(size, tokens=2048, dim=256)
     blocks, two = {"loop in blocks": InBlocks}, {"reads": 2}
     for layers in (6, 12, 24, 48):
-        found[f"dlcl_{layers}"] = Row(CASES["DLCL"], stack(layers=layers))
-        found[f"dlcl_{layers}_blocks"] = Row(
-            _stack(DLCL, blocks, "loop in blocks"), stack(layers=layers)
-        )
+        found[f"dlcl_{layers}"] = Row(CASES["DLCL"], stack(layers=layers), slow=layers == 48)
+        if layers <= 24:
+            in_blocks = _stack(DLCL, blocks, "loop in blocks")
+            found[f"dlcl_{layers}_blocks"] = Row(in_blocks, stack(layers=layers))
     found["attention_residuals_6"] = Row(
         _stack(AttentionResiduals, ATTENTION_FORMS, "list", **two), stack(layers=6)
     )
     each = torch.compile(listed_attention, fullgraph=True, dynamic=False)
     forms = {"compiled function for each row": partial(AttentionForm, each)}
     found["attention_residuals_24"] = Row(
-        _stack(AttentionResiduals, forms, *forms, **two), stack(layers=24), compiled=False
+        _stack(AttentionResiduals, forms, *forms, **two),
+        stack(layers=24),
+        compiled=False,
+        slow=True,
     )
     return found
 
@@ -198,7 +203,7 @@ def inside(name: str, rounds: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all quick ones")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="no torch.compile; records nothing")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
@@ -210,7 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     # One variant for each number of states.
     torch._dynamo.config.recompile_limit = 128
     keep_memory()
-    for name in args.rows or [*ROWS, *([] if args.eager else MODELS)]:
+    quick = [name for name, row in ROWS.items() if args.eager or not row.slow]
+    for name in args.rows or [*quick, *([] if args.eager else MODELS)]:
         torch.manual_seed(1)
         if name in MODELS:
             inside(name, args.rounds)

@@ -186,7 +186,8 @@ def measure_case(
     calls of ``others`` took; None if there are none.
     """
     leaves = case.of_one_dtype(sizes.dtype, sizes.device)
-    forms = {"deepfast": case.run, "torch": partial(case.plain, torch_dropout), **others}
+    forms: dict[str, Callable] = {"deepfast": case.run, **others}
+    forms["torch"] = partial(case.plain, torch_dropout)
 
     def run(form: Callable, backward: bool, cotangents: list):
         # Without autograd, `linear_cross_entropy` computes no gradient in forward.

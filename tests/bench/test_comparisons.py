@@ -156,8 +156,9 @@ def test_claims(results, monkeypatch, group):
 
 def test_compiled(results, monkeypatch, capsys):
     """A row has two numbers, both of which are recorded."""
-    make, sizes = compiled.ROWS["depth_mix_8_fp32"]
-    monkeypatch.setitem(compiled.ROWS, "depth_mix_8_fp32", (make, replace(sizes, tokens=4, dim=8)))
+    row = compiled.ROWS["depth_mix_8_fp32"]
+    small = replace(row, sizes=replace(row.sizes, tokens=4, dim=8))
+    monkeypatch.setitem(compiled.ROWS, "depth_mix_8_fp32", small)
     monkeypatch.setattr(compiled, "keep_memory", lambda: None)
     assert compiled.main(["depth_mix_8_fp32", "--rounds", "1"]) == 0
     assert {key for key, _ in record.read()} == {
@@ -165,4 +166,4 @@ def test_compiled(results, monkeypatch, capsys):
     }  # fmt: skip
     capsys.readouterr()
     assert compiled.main(["--list"]) == 0
-    assert capsys.readouterr().out.split() == list(compiled.ROWS)
+    assert capsys.readouterr().out.split() == [*compiled.ROWS, *compiled.MODELS]

@@ -18,7 +18,7 @@ from deepfast.measure.connections import (
     ratios,
 )
 from deepfast.measure.encoders import VARIANTS, EncoderModel, StepCase
-from deepfast.measure.forms import mixing_alone
+from deepfast.measure.forms import COMPILED, mixing_alone
 from deepfast.measure.memory_steps import HELD_POLICIES, MODEL
 from deepfast.measure.report_pictures import memory_curves
 from deepfast.measure.settings import DEFAULT, FULL, QUICK
@@ -72,6 +72,18 @@ def test_variants_take_turns(tiny):
         *(f"2 layers, {v}: memory" for v in VARIANTS),
         *(f"2 layers, {v}: time" for v in VARIANTS * tiny.rounds),
     ]
+
+
+def test_a_compiled_loop_takes_part_up_to_a_depth(tiny, measured):
+    sizes = replace(tiny, depths=(2, 3), compile_up_to=2)
+    rows = [row for row in measured(steps.steps(sizes)) if row.variant == COMPILED]
+    assert [(row.depth, len(row.seconds), row.peak_bytes) for row in rows] == [
+        (2, tiny.rounds, None)
+    ]
+    case = StepCase(tiny, 2)
+    (loss, gradients), (true_loss, truth) = case.step(COMPILED), case.step("stack and sum")
+    torch.testing.assert_close(loss, true_loss)
+    torch.testing.assert_close(gradients, truth, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [DEFAULT, FULL, QUICK], ids=["default", "full", "quick"])
