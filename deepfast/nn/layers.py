@@ -18,7 +18,7 @@ from deepfast import checks, ops
 from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.connections.latent import Gate, gated, gated_parameters
-from deepfast.nn.layer_norm import NORMS, Norm, plain_norm
+from deepfast.nn.layer_norm import NORMS, LayerNorm, Norm, RMSNorm, plain_norm
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute, plain
 from deepfast.ops.activation import KINDS
@@ -152,6 +152,23 @@ class _Layer(nn.Module):
         if self.crosses:
             self.cross_attention_norm = make(dim, backend=backend) if own_later else None
         self.feed_forward_norm = make(dim, backend=backend) if own_later else None
+
+    @torch.no_grad()
+    def _begin_deepnorm(self, alpha: float, beta: float) -> None:
+        """The start of a post-norm layer with ``x' = LN(alpha * x + f(x))``: xavier with gain beta
+        for the projections of values, outputs and the feed-forward block.
+
+        The stack runs the layer with a gate of 1 / alpha, for which the norms have another eps:
+        ``LN(alpha * z; eps) = LN(z; eps / alpha^2)``.
+        """
+        attentions = [self.attention] + ([self.cross_attention] if self.crosses else [])
+        for attention in attentions:
+            attention._scale_values(beta)
+        for linear in (self.feed_forward.up, self.feed_forward.down):
+            linear.weight.mul_(beta)
+        for norm in self.modules():
+            if isinstance(norm, LayerNorm | RMSNorm):
+                norm.eps /= alpha**2
 
     crosses = False
     parts: tuple[str, ...] = ("attention", "feed_forward")

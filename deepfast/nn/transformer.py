@@ -50,12 +50,15 @@ class _Stack(nn.Module):
         latent: dict | None = None,
         block: int | None = None,
         reads: int | None = None,
+        decoder_layers: int | None = None,
         recompute: str | Sequence[str] | object = "none",
         backend: str | None = None,
     ):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
+        scales = self._deepnorm(op, norm, connection, num_layers, decoder_layers)
+        norm = "post" if norm == "deepnorm" else norm
         for name, options in (("dlcl", dlcl), ("latent", latent)):
             if options is not None:
                 checks.dictionary(op, **{name: options})
@@ -77,7 +80,37 @@ class _Stack(nn.Module):
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
+        self.alpha = 1.0
+        """By what DeepNorm multiplies the residual."""
+        if scales is not None:
+            self.alpha, beta = scales
+            for layer in self.layers:
+                layer._begin_deepnorm(self.alpha, beta)
         self.set_recompute(recompute)
+
+    def _deepnorm(
+        self, op: str, norm: str, connection: str, layers: int, decoder_layers: int | None
+    ) -> tuple[float, float] | None:
+        """alpha and beta of DeepNorm; None for other norms."""
+        decodes = issubclass(self.layer, TransformerDecoderLayer)
+        if decoder_layers is not None:
+            checks.whole(op, decoder_layers=decoder_layers)
+            if norm != "deepnorm" or decodes:
+                raise ValueError(
+                    f"{op}: decoder_layers is for an encoder with norm='deepnorm', got {norm=}"
+                )
+        if norm != "deepnorm":
+            return None
+        if connection != "residual":
+            raise ValueError(
+                f"{op}: norm='deepnorm' needs connection='residual', got {connection!r}"
+            )
+        if decodes:
+            return (3 * layers) ** 0.25, (12 * layers) ** -0.25
+        if decoder_layers is None:
+            return (2 * layers) ** 0.25, (8 * layers) ** -0.25
+        both = (layers**4 * decoder_layers) ** (1 / 16)
+        return 0.81 * both, 0.87 / both
 
     def gates(self, language: int = 0) -> list[Gate | None]:
         """The gates that scale the branches of each layer in one forward pass.
@@ -100,6 +133,9 @@ class _Stack(nn.Module):
                 continue
             if gate is not None and not is_chosen(gate, 1.0):
                 given = given | {"gate": gate}
+            elif self.alpha != 1:
+                # LN(alpha * x + f) = LN(x + f / alpha).
+                given = given | {"gate": 1 / self.alpha}
             calls += self.connection.calls(layer, policy, given)
         return calls
 
@@ -137,7 +173,11 @@ class TransformerEncoder(_Stack):
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
-        norm: "pre" (with a final LN) or "post".
+        norm: "pre" (with a final LN), "post" or "deepnorm": ``x' = LN(alpha * x + f(x))``, with the
+            projections of values, outputs and the feed-forward block scaled by beta at the start
+            (residual connection only). alpha = (2 L)^(1/4), beta = (8 L)^(-1/4); in an encoder with
+            ``decoder_layers`` = M alpha = 0.81 (L^4 M)^(1/16), beta = 0.87 (L^4 M)^(-1/16); in a
+            decoder alpha = (3 L)^(1/4), beta = (12 L)^(-1/4).
         norm_type: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
             inside a DLCL's mixture. "none": no norms, in a pre-norm stack with the connection
             "residual" or "latent" (Li et al. train latent depth so).
@@ -151,6 +191,7 @@ class TransformerEncoder(_Stack):
         block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
         reads: under "attnres" and "block_attnres", how often a layer pushes and reads: 2 (or None):
             each of its sublayers does, also the three of a decoder layer; 1: the layer does once.
+        decoder_layers: under "deepnorm", M, the decoder's layers; None without a decoder.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
             is not used runs only its layer-norms, which normalise the residual alone.
@@ -161,7 +202,7 @@ class TransformerEncoder(_Stack):
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
     depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
-    et al. 2025 for MUDD.
+    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm.
     """
 
     layer, planned = TransformerEncoderLayer, "recompute"

@@ -74,7 +74,7 @@ class TransformerConfig(ModelConfig):
     and an output matrix of its own too, as in the paper on layer fusion. Embeddings begin from
     N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
-    """"pre" or "post"."""
+    """"pre", "post" or "deepnorm", see `deepfast.nn.TransformerEncoder`."""
     norm_type: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
     transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
@@ -118,7 +118,7 @@ class TransformerConfig(ModelConfig):
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
-        checks.choice(op, ("pre", "post"), norm=self.norm)
+        checks.choice(op, ("pre", "post", "deepnorm"), norm=self.norm)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
@@ -133,6 +133,7 @@ class TransformerConfig(ModelConfig):
                 f"share_embeddings is all, got {target_vocab_size(self)}"
             )
         self._check_connections(op, "")
+        self._check_deepnorm(op)
         self._check_languages(op)
         self._check_latent(op)
         self._check_fusion(op)
@@ -196,6 +197,20 @@ class TransformerConfig(ModelConfig):
             if not set(needs) & set(sides.values()):
                 words = " or ".join(map(repr, needs))
                 raise ValueError(f"{op}: {name} needs a side with {words}, got none")
+
+    def _check_deepnorm(self, op: str) -> None:
+        """DeepNorm is a form of the plain residual, with a start of its own."""
+        if self.norm != "deepnorm":
+            return
+        needs = {
+            "encoder_connection": "residual", "decoder_connection": "residual", "init": "xavier",
+            "cross_attention": "top", "encoder_fusion": None, "decoder_fusion": None,
+        }  # fmt: skip
+        for name, value in needs.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{op}: norm deepnorm needs {name} {value}, got {getattr(self, name)}"
+                )
 
     def _check_languages(self, op: str) -> None:
         tags = list(self.languages.values())
@@ -267,15 +282,23 @@ class TransformerConfig(ModelConfig):
         latent = self.latent | {"languages": len(self.languages) or 1}
         # Two sides of the same size must not draw the same numbers.
         latent["seed"] = 2 * latent.get("seed", 0) + (side == "decoder")
-        return options | {
-            "connection": connection,
-            "dlcl": getattr(self, f"{prefix}dlcl")
-            if CONNECTIONS[connection].dlcl is not None
-            else None,
-            "block": block if connection == "block_attnres" else None,
-            "reads": reads if connection in ATTENTION_RESIDUALS else None,
-            "latent": latent if connection == "latent" else None,
-        }
+        return (
+            options
+            | {
+                "connection": connection,
+                "dlcl": getattr(self, f"{prefix}dlcl")
+                if CONNECTIONS[connection].dlcl is not None
+                else None,
+                "block": block if connection == "block_attnres" else None,
+                "reads": reads if connection in ATTENTION_RESIDUALS else None,
+                "latent": latent if connection == "latent" else None,
+            }
+            | ({"decoder_layers": self.decoder_layers} if self._scales(side) else {})
+        )
+
+    def _scales(self, side: str) -> bool:
+        """Whether the side's scales depend on the number of decoder layers."""
+        return self.norm == "deepnorm" and side == "encoder"
 
 
 def fusion_options(config: Mapping[str, Any]) -> tuple[list[str], set[str]]:

@@ -32,6 +32,7 @@ def test_python_s_own_kinds_of_paths_and_lists():
     [
         ("transparent30", {"encoder_connection": "residual", "cross_attention": "transparent"}),
         ("postnorm30", {"encoder_connection": "residual", "norm": "post"}),
+        ("deepnorm30", {"encoder_connection": "residual", "norm": "deepnorm"}),
     ],
 )
 def test_what_is_compared_with_dlcl30_differs_in_nothing_else(name, changed):
@@ -45,6 +46,7 @@ def test_what_is_compared_with_dlcl30_differs_in_nothing_else(name, changed):
         ("phrases-fusion", [], "where model.encoder_fusion is attention"),
         ("phrases-transparent30", [], "where model.cross_attention is transparent"),
         ("phrases-growing", [], "for a model that grows"),
+        ("phrases-deepnorm30", [], "where model.norm is deepnorm"),
         ("phrases-dlcl30", ["model.share_embeddings=none"], "where model.share_embeddings is none"),
     ],
 )  # fmt: skip
