@@ -18,26 +18,36 @@ from deepfast.version import __version__
 if TYPE_CHECKING:
     from deepfast import integrations, memory, mt, nn, ops, parallel
     from deepfast.attach import connect, connected, disconnect
+    from deepfast.attach.attnres import attnres_options, attnres_state_dict, load_attnres
     from deepfast.integrations.patch import patch
+    from deepfast.nn.parameter_groups import parameter_groups
 
 FUNCTIONS = {
+    "attnres_options": "attach.attnres",
+    "attnres_state_dict": "attach.attnres",
     "connect": "attach",
     "connected": "attach",
     "disconnect": "attach",
+    "load_attnres": "attach.attnres",
+    "parameter_groups": "nn.parameter_groups",
     "patch": "integrations.patch",
 }
 """Name -> the module that has it."""
 __all__ = [
     "__version__",
+    "attnres_options",
+    "attnres_state_dict",
     "connect",
     "connected",
     "disconnect",
     "integrations",
+    "load_attnres",
     "memory",
     "mt",
     "nn",
     "ops",
     "parallel",
+    "parameter_groups",
     "patch",
 ]
 

@@ -130,7 +130,8 @@ class Attachment:
             text = f"the forward of {kind} took layers by index; it must iterate over {where}"
         elif run.iterated:
             text = (
-                f"in a loop over {where}, {max(found - 1, 0)} of {rows - 1} layers ran; the loop "
+                f"in a loop over {where}, {max(found - 1, 0) // self.settings.reads} of "
+                f"{run.connection.num_layers} layers ran; the loop "
                 "must call every layer itself, as layer(x), without LayerDrop or an early end"
             )
         else:

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
+from deepfast.attach.sublayers import find, hook
 from deepfast.connections import CONNECTIONS, names
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
@@ -32,6 +34,7 @@ def connect(
     dim: int | None = None,
     recompute: str = "none",
     inplace: bool = True,
+    sublayers: str | Sequence[tuple] | None = None,
     **options,
 ) -> DepthConnection:
     """Puts a depth connection between the layers that ``parent`` loops over.
@@ -64,6 +67,13 @@ def connect(
         inplace: whether backward may overwrite states with gradients. False keeps the states, at
             twice their memory, so that a second backward through one pass works, as in
             ``torch.autograd.grad(..., retain_graph=True)`` for several losses.
+        sublayers: with attention residuals, a read for each sublayer of a layer, as published, and
+            not only one for each layer: a pair (norm, last module) of names in the layer for each
+            sublayer, as in ``(("norm1", "attn"), ("norm2", "mlp"))``. The read is the norm's input,
+            and what the last module returns is what the sublayer adds to the residual. None in its
+            place: what it adds is the difference of the layer's own sums before and behind it. A
+            tuple in place of the norm: sublayers side by side that share one read. "auto" takes the
+            names of known layers of transformers, timm and torch.
         options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
 
     Returns:
@@ -106,6 +116,7 @@ def connect(
             "connect the model before you wrap it"
         )
     where, found = _find_layers(parent, layers)
+    parts = () if sublayers is None else find(found[0], sublayers)
     for name in ("layerdrop", "layer_drop"):
         if getattr(parent, name, 0):
             raise ValueError(
@@ -119,7 +130,7 @@ def connect(
             stacklevel=3,
         )
     dim = _width(parent, found[0]) if dim is None else dim
-    made = _make(len(found), dim, norm, connection, options)
+    made = _make(len(found), dim, norm, connection, options, len(parts))
     weight = next(found.parameters(), None)
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
@@ -127,7 +138,10 @@ def connect(
     parent.add_module(NAME, made.train(parent.training))
     added = connection in ATTENTION_RESIDUALS
     first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
-    attachment = Attachment(parent, found, Settings(where, added, first, recompute, inplace))
+    settings = Settings(where, added, first, recompute, inplace, parts)
+    attachment = Attachment(parent, found, settings)
+    if parts:
+        attachment.handles += hook([*found], parts)
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
     return made
@@ -228,12 +242,23 @@ def _width(parent: nn.Module, layer: nn.Module) -> int:
     return widths.pop()
 
 
-def _make(layers: int, dim: int, norm: str | None, connection: str, options: dict):
-    """The connection."""
+def _make(
+    layers: int, dim: int, norm: str | None, connection: str, options: dict, reads: int
+) -> DepthConnection:
+    """The connection. reads: those of a layer; 0 where nothing is said about its sublayers."""
     if CONNECTIONS[connection].pre_norm and norm != "pre":
         raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
-    if options.get("reads", 1) != 1:
-        raise ValueError(f"{OP}: reads must be 1, got {options['reads']!r}")
+    if "reads" in options:
+        raise ValueError(
+            f"{OP}: expected sublayers= in place of reads=, got reads={options['reads']!r}"
+        )
+    if reads and connection not in ATTENTION_RESIDUALS:
+        raise ValueError(
+            f"{OP}: sublayers needs attention residuals, which read for each sublayer, got "
+            f"connection={connection!r}"
+        )
+    if reads:
+        options = options | {"reads": reads}
     if CONNECTIONS[connection].dlcl is not None:
         useless = {"norm_type", "normalize_embedding"} & options.keys()
         if useless and dlcl_options(connection, norm, options)["norm"] is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepfast.attach.sublayers import LayerRun, Sublayer, running
 from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.depth_pass import DepthPass
@@ -39,6 +40,13 @@ class Settings(NamedTuple):
     """What autograd keeps of a layer."""
     inplace: bool
     """Whether backward may overwrite states with gradients."""
+    sublayers: tuple[Sublayer, ...] = ()
+    """Those of a layer that read; none if the layer reads once."""
+
+    @property
+    def reads(self) -> int:
+        """Rows of a layer."""
+        return len(self.sublayers) or 1
 
 
 def block(recompute: str, rows: int) -> int | None:
@@ -95,6 +103,8 @@ class Pass:
         self.beside: list[Tensor] = []
         # Whether the parent's forward has iterated over the list, and taken layers by index.
         self.iterated = self.indexed = False
+        # The layer that runs, where its sublayers read.
+        self.inside: LayerRun | None = None
 
     def _named(self, k: int) -> str:
         """Layer k, at the start of an error."""
@@ -116,35 +126,49 @@ class Pass:
         def run(x: Tensor) -> Any:
             return layer(**{name: x}, **others) if named else layer(x, *rest, **others)
 
-        self._check(k, "input", x)
+        def run_reading(x: Tensor) -> Any:
+            now, self.inside = running(), LayerRun(self, k, x)
+            outer, now.layer = now.layer, self.inside
+            try:
+                return run(self.inside.input())
+            finally:
+                now.layer = outer
+
+        self.check(k, "input", x)
         if k == 0:
-            x = self._push(x, 0)
+            x = self.push(x, 0)
         eager = not torch.compiler.is_compiling()
         given = [x, *rest, *others.values()]
-        if eager and pushed == k + 1:
+        if eager and pushed == self.settings.reads * k + 1:
             self._check_passed_on(k, x, given)
         again = self.settings.recompute != "none" and torch.is_grad_enabled()
         before = version(x) if eager else 0
+        call = run_reading if self.settings.sublayers else run
         if not again:
-            result = run(x)
+            result = call(x)
         elif eager:
             options = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
-            result = rerun(layer, run, (x,), self._inputs(this, x, options), options)
+            result = rerun(layer, call, (x,), self._inputs(this, x, options), options)
         else:
-            result = checkpoint(run, x, use_reentrant=False)
+            result = checkpoint(call, x, use_reentrant=False)
         if eager and (self.settings.added or again) and version(x) != before:
             raise RuntimeError(
                 f"{this} modifies its input in place; attention residuals need layers that do not, "
                 "and so does every recompute policy but 'none'"
             )
         y = result[0] if isinstance(result, tuple) and result else result
-        self._check(k, "output", y)
+        self.check(k, "output", y)
         if y.shape != x.shape:
             raise ValueError(
                 f"{this} must return a tensor of its input's shape {tuple(x.shape)}, got "
                 f"{tuple(y.shape)}"
             )
-        following = self._push(y - x if self.settings.added else y, k + 1)
+        inside, self.inside = self.inside, None
+        if inside is not None:
+            y = inside.last(y)
+        elif self.settings.added:
+            y = y - x
+        following = self.push(y, self.settings.reads * (k + 1))
         if not isinstance(result, tuple):
             return following
         self.beside = [
@@ -156,13 +180,13 @@ class Pass:
 
     def _check_turn(self, k: int, pushed: int) -> None:
         """Raises where layer k is not the next one, or runs under another grad mode."""
-        this = self._named(k)
-        if pushed < k + (k > 0):
+        this, reads = self._named(k), self.settings.reads
+        if pushed < reads * k + (k > 0):
             raise RuntimeError(
-                f"{self._named(max(pushed - 1, 0))} did not run before layer {k}; a depth "
+                f"{self._named(max(pushed - 1, 0) // reads)} did not run before layer {k}; a depth "
                 "connection needs every layer in its order, without LayerDrop"
             )
-        if pushed > k + 1 and torch._C._current_graph_task_id() == -1:
+        if pushed > reads * k + 1 and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 f"{this} runs twice in one pass; a depth connection needs every layer once"
             )
@@ -205,7 +229,8 @@ class Pass:
                 stacklevel=4,
             )
 
-    def _check(self, k: int, what: str, y: object) -> None:
+    def check(self, k: int, what: str, y: object) -> None:
+        """Raises unless y can be pushed."""
         where = f"deepfast.connect: the {what} of layer {k} of {self.where}"
         if not isinstance(y, Tensor):
             raise TypeError(
@@ -223,7 +248,8 @@ class Pass:
                 "to connect if the states have another width than the layers"
             )
 
-    def _push(self, y: Tensor, k: int) -> Tensor:
+    def push(self, y: Tensor, k: int) -> Tensor:
+        """Pushes state k and returns row k."""
         # With its index, because a loop may checkpoint what it calls.
         kind = common.autocast_device(y.device)
         if not torch.is_autocast_enabled(kind):

@@ -1,6 +1,7 @@
 """Connected classes of Hugging Face models: from_pretrained and save_pretrained work."""
 
 import copy
+import json
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +77,9 @@ def connected(
         if options.get("state_dtype") is torch.float32:
             # The default, and no value of a JSON file.
             del options["state_dtype"]
+        if "sublayers" in options:
+            # As a JSON file gives them back.
+            options["sublayers"] = json.loads(json.dumps(options["sublayers"]))
         settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
     return _make(plain, settings, running | _given(recompute=recompute, inplace=inplace))
 

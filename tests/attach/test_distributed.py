@@ -18,9 +18,11 @@ MODELS = [
     "torch pre-norm/layer+input",
     "sequential/none",
     "sequential/layer+input",
+    "torch pre-norm/sublayers",
 ]
 if importlib.util.find_spec("transformers") is not None:
-    MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch"]
+    MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch",
+               "llama/sublayers", "t5/sublayers"]  # fmt: skip
 FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
 
 
@@ -35,11 +37,13 @@ def fsdp(model, case):
 
 
 def step(form, name, what):
-    """what: the recompute policy of a connected model, or "patch"."""
+    """what: the recompute policy of a connected model, "patch", or "sublayers" that read."""
     case = CASES[name]
     torch.manual_seed(0)
     plain, inputs = perturbed(case.make()), batch(padded=True)
-    if what != "patch":
+    if what == "sublayers":
+        case.connect(plain, "attnres", sublayers="auto")
+    elif what != "patch":
         case.connect(plain, recompute=what)
     wrapped = copy.deepcopy(plain)
     if what == "patch":

@@ -99,7 +99,7 @@ CALLS = [
      "inplace must be True or False"),
     (lambda: connect(Loop(), norm="post", connection="attnres"), ValueError, "needs norm='pre'"),
     (lambda: connect(Loop(), norm="pre", connection="attnres", reads=2), ValueError,
-     "reads must be 1"),
+     "expected sublayers= in place of reads=, got reads=2"),
     (lambda: connect(Loop(), norm="pre", window=0), ValueError, "window"),
     (lambda: connect(Loop(), norm="pre", connection="denseformer", norm_type="rms"), ValueError,
      "'denseformer' has no layer-norms, got norm_type="),
