@@ -217,6 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
+    for name in args.groups:
+        if name not in GROUPS:
+            parser.error(f"expected groups of {', '.join(GROUPS)}, got {name!r}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     for name in args.groups or [n for n in GROUPS if n not in EXTRA]:

@@ -211,6 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(*ROWS, *MODELS, sep="\n")
         return 0
+    for name in args.rows:
+        if name not in (*ROWS, *MODELS):
+            parser.error(f"expected rows that --list names, got {name!r}")
     torch.set_num_threads(1)
     # One variant for each number of states.
     torch._dynamo.config.recompile_limit = 128

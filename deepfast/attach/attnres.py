@@ -8,6 +8,7 @@ last layer. In the checkpoints each read has a query ``*_proj.weight`` (1, D) an
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class Names:
         layers = range(place.residuals.num_layers)
         found = [f"{place.layers}.{i}.{name}" for i in layers for name in self.sublayers]
         return [*found, f"{place.parent}{self.last}"]
+
+    def keys(self, place: "Place") -> set[str]:
+        rows = self.rows(place)
+        return {f"{row}_{part}.weight" for row in rows for part in ("proj", "norm")}
 
 
 NAMES = {
@@ -80,12 +85,12 @@ def _places(op: str, model: nn.Module) -> list[Place]:
                 f"have, got reads={place.residuals.reads} and "
                 f"norm_affine={place.residuals.norm_weight is not None}"
             )
-        if place.residuals.scale != 1 or place.residuals.score_function != "softmax":
-            raise ValueError(
-                f"{op}: expected scale=1 and score_function='softmax', as these checkpoints have, "
-                f"got scale={place.residuals.scale} and "
-                f"score_function={place.residuals.score_function!r}"
-            )
+        for name, value in (("scale", 1), ("score_function", "softmax"), ("window", None)):
+            if getattr(place.residuals, name) != value:
+                raise ValueError(
+                    f"{op}: expected {name}={value!r}, as these checkpoints have, got "
+                    f"{getattr(place.residuals, name)!r}"
+                )
     return found
 
 
@@ -105,16 +110,26 @@ def attnres_options(config: Any) -> dict:
         ValueError: for a config without attention residuals, or for an odd number of sublayers in
             a block.
     """
-    given = config if isinstance(config, Mapping) else vars(config)
+    names = "norm_eps", "rms_norm_eps", "attnres_block_size", "attn_res_block_size"
+    get = config.get if isinstance(config, Mapping) else partial(getattr, config)
+    given = {name: get(name, None) for name in names}
     found: dict = {"norm_affine": True}
     for name in ("norm_eps", "rms_norm_eps"):
-        if given.get(name) is not None:
+        if given[name] is not None:
             found["eps"] = given[name]
-    sublayers, layers = given.get("attnres_block_size"), given.get("attn_res_block_size")
+    sublayers, layers = given["attnres_block_size"], given["attn_res_block_size"]
+    if sublayers is not None and layers is not None:
+        raise ValueError(
+            "deepfast.attnres_options: expected attnres_block_size or attn_res_block_size, got both"
+        )
     if sublayers is None and layers is None:
         raise ValueError(
             "deepfast.attnres_options: expected a config with attnres_block_size or "
-            f"attn_res_block_size, got one with {', '.join(sorted(given)) or 'nothing'}"
+            "attn_res_block_size, got neither"
+        )
+    if "eps" not in found:
+        raise ValueError(
+            "deepfast.attnres_options: expected a config with norm_eps or rms_norm_eps, got neither"
         )
     sizes = {"attnres_block_size": sublayers, "attn_res_block_size": layers}
     checks.whole("deepfast.attnres_options", **{n: s for n, s in sizes.items() if s is not None})
@@ -152,8 +167,8 @@ def load_attnres(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     places = _places(OP, model)
     rest, loaded = dict(state_dict), dict[str, Tensor]()
     for place in places:
-        kind = next((n for n in NAMES.values() if f"{n.rows(place)[0]}_proj.weight" in rest), None)
-        if kind is None:
+        kind = max(NAMES.values(), key=lambda names: len(names.keys(place) & rest.keys()))
+        if not kind.keys(place) & rest.keys():
             raise ValueError(
                 f"{OP}: expected the names of {' or '.join(NAMES)}, such as "
                 f"{NAMES['fla'].rows(place)[0]}_proj.weight; the checkpoint has none of them"
@@ -172,6 +187,8 @@ def load_attnres(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
                     raise ValueError(f"{OP}: {key} must be {shape}, got {tuple(value.shape)}")
                 rows[target].append(value.reshape(dim))
         start = f"{place.parent}{NAME}."
+        if own := [key for key in rest if key.startswith(start)]:
+            raise ValueError(f"{OP}: the checkpoint has the reads under two names, also {own[0]}")
         loaded |= {start + target: torch.stack(values) for target, values in rows.items()}
     model.load_state_dict(rest | loaded)
 

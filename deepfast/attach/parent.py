@@ -11,7 +11,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
-from deepfast.attach.sublayers import find, hook
+from deepfast.attach.sublayers import Hooked, find
 from deepfast.connections import CONNECTIONS, names
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
@@ -68,12 +68,12 @@ def connect(
             twice their memory, so that a second backward through one pass works, as in
             ``torch.autograd.grad(..., retain_graph=True)`` for several losses.
         sublayers: with attention residuals, a read for each sublayer of a layer, as published, and
-            not only one for each layer: a pair (norm, last module) of names in the layer for each
-            sublayer, as in ``(("norm1", "attn"), ("norm2", "mlp"))``. The read is the norm's input,
-            and what the last module returns is what the sublayer adds to the residual. None in its
-            place: what it adds is the difference of the layer's own sums before and behind it. A
-            tuple in place of the norm: sublayers side by side that share one read. "auto" takes the
-            names of known layers of transformers, timm and torch.
+            not only one for each layer. A pair (norm, last module) of names in the layer for each
+            of its sublayers, as in ``(("norm1", "attn"), ("norm2", "mlp"))``. The read is the
+            norm's input, and what the last module returns is what the sublayer adds to the
+            residual. With None in its place the sublayer adds the difference of the layer's sums
+            after and before it. With a tuple of norms, sublayers side by side share one read.
+            "auto" takes the names of known layers of transformers, timm and torch.
         options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
 
     Returns:
@@ -83,9 +83,10 @@ def connect(
     Raises:
         TypeError, ValueError: for a parent that cannot be connected.
 
-    In the forward pass a RuntimeError, ValueError or TypeError says what cannot be connected: a
-    layer that is skipped (LayerDrop) or runs twice, a loop over indices, nested tensors, and a
-    layer whose output does not have the shape of its input. Where the first layer runs in training
+    In the forward pass a RuntimeError, ValueError or TypeError says what cannot be connected:
+    sublayers that add something else than their last module returns, a layer that is skipped
+    (LayerDrop) or runs twice, a loop over indices, nested tensors, and a layer whose output does
+    not have the shape of its input. Where the first layer runs in training
     while the forward of ``parent`` does not, a warning says so once; not inside torch.compile.
     """
     if not isinstance(parent, nn.Module):
@@ -116,7 +117,7 @@ def connect(
             "connect the model before you wrap it"
         )
     where, found = _find_layers(parent, layers)
-    parts = () if sublayers is None else find(found[0], sublayers)
+    parts = () if sublayers is None else find([*found], sublayers)
     for name in ("layerdrop", "layer_drop"):
         if getattr(parent, name, 0):
             raise ValueError(
@@ -138,10 +139,10 @@ def connect(
     parent.add_module(NAME, made.train(parent.training))
     added = connection in ATTENTION_RESIDUALS
     first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
-    settings = Settings(where, added, first, recompute, inplace, parts)
+    settings = Settings(where, added, first, recompute, inplace, parts, set())
     attachment = Attachment(parent, found, settings)
     if parts:
-        attachment.handles += hook([*found], parts)
+        attachment.handles.append(Hooked(found, parts))
     found.__class__ = CLASSES[type(found)]
     found.attachment = attachment  # type: ignore[assignment]
     return made
@@ -192,6 +193,9 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
         for name in layers.split("."):
             found = getattr(found, name, None)
         where = f"{kind}.{layers}"
+        if found is None:
+            there = [name for name, m in parent.named_modules() if type(m) in CLASSES]
+            raise ValueError(f"{OP}: {kind} has no {layers}; its lists are {there or 'none'}")
     elif type(parent) is nn.Sequential:
         found, where = parent, kind
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.attach.sublayers import LayerRun, Sublayer, running
+from deepfast.attach.sublayers import LayerRun, Sublayer, running, version
 from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.depth_pass import DepthPass
@@ -42,6 +42,8 @@ class Settings(NamedTuple):
     """Whether backward may overwrite states with gradients."""
     sublayers: tuple[Sublayer, ...] = ()
     """Those of a layer that read; none if the layer reads once."""
+    checked: Any = frozenset()
+    """Layers and sublayers, by number, that were seen to add what their last module returns."""
 
     @property
     def reads(self) -> int:
@@ -56,11 +58,6 @@ def block(recompute: str, rows: int) -> int | None:
     take about a ninth of the states' memory, and the mixture up to 1.5 times its least traffic.
     """
     return max(2, min(rows // 18, 8)) if recompute == "layer+input" else None
-
-
-def version(x: Tensor) -> int:
-    """How often x was modified in place; inference mode does not count it."""
-    return 0 if x.is_inference() else x._version
 
 
 class Row:
@@ -103,8 +100,6 @@ class Pass:
         self.beside: list[Tensor] = []
         # Whether the parent's forward has iterated over the list, and taken layers by index.
         self.iterated = self.indexed = False
-        # The layer that runs, where its sublayers read.
-        self.inside: LayerRun | None = None
 
     def _named(self, k: int) -> str:
         """Layer k, at the start of an error."""
@@ -126,13 +121,15 @@ class Pass:
         def run(x: Tensor) -> Any:
             return layer(**{name: x}, **others) if named else layer(x, *rest, **others)
 
-        def run_reading(x: Tensor) -> Any:
-            now, self.inside = running(), LayerRun(self, k, x)
-            outer, now.layer = now.layer, self.inside
+        def run_reading(x: Tensor) -> tuple[Any, Tensor]:
+            """The layer's result, and what its last sublayer adds."""
+            now, inside = running(), LayerRun(self, k, x)
+            outer, now.layer = now.layer, inside
             try:
-                return run(self.inside.input())
+                result = run(x)
             finally:
                 now.layer = outer
+            return result, inside.last(self._output(k, x, result))
 
         self.check(k, "input", x)
         if k == 0:
@@ -156,18 +153,11 @@ class Pass:
                 f"{this} modifies its input in place; attention residuals need layers that do not, "
                 "and so does every recompute policy but 'none'"
             )
-        y = result[0] if isinstance(result, tuple) and result else result
-        self.check(k, "output", y)
-        if y.shape != x.shape:
-            raise ValueError(
-                f"{this} must return a tensor of its input's shape {tuple(x.shape)}, got "
-                f"{tuple(y.shape)}"
-            )
-        inside, self.inside = self.inside, None
-        if inside is not None:
-            y = inside.last(y)
-        elif self.settings.added:
-            y = y - x
+        if self.settings.sublayers:
+            result, y = result
+        else:
+            y = self._output(k, x, result)
+            y = y - x if self.settings.added else y
         following = self.push(y, self.settings.reads * (k + 1))
         if not isinstance(result, tuple):
             return following
@@ -177,6 +167,17 @@ class Pass:
         ]  # fmt: skip
         returned = (following, *result[1:])
         return type(result)(*returned) if hasattr(result, "_fields") else returned
+
+    def _output(self, k: int, x: Tensor, result: Any) -> Tensor:
+        """The output in the result of layer k, whose input is x."""
+        y = result[0] if isinstance(result, tuple) and result else result
+        self.check(k, "output", y)
+        if y.shape != x.shape:
+            raise ValueError(
+                f"{self._named(k)} must return a tensor of its input's shape {tuple(x.shape)}, got "
+                f"{tuple(y.shape)}"
+            )
+        return y
 
     def _check_turn(self, k: int, pushed: int) -> None:
         """Raises where layer k is not the next one, or runs under another grad mode."""

@@ -84,8 +84,38 @@ KNOWN: dict[str, tuple[Sublayer, ...] | Callable[[Any], tuple[Sublayer, ...]]] =
 """The sublayers of known layers, or what finds them, by the name of the layer's class."""
 
 
-def find(layer: nn.Module, given: Any) -> tuple[Sublayer, ...]:
-    """The sublayers of a layer, from the argument ``sublayers`` of `deepfast.connect`."""
+def find(layers: Sequence[nn.Module], given: Any) -> tuple[Sublayer, ...]:
+    """The sublayers of each layer, from the argument ``sublayers`` of `deepfast.connect`."""
+    each = {id(layer): layer for layer in layers}.values()
+    found = [_of_layer(layer, given) for layer in each]
+    for layer, sublayers in zip(each, found, strict=True):
+        if sublayers != found[0]:
+            raise ValueError(
+                f"{OP}: all layers must have the same sublayers, got {type(layers[0]).__name__} "
+                f"and {type(layer).__name__}"
+            )
+    seen: set[nn.Module] = set()
+    for layer in each:
+        for module in _modules(layer, found[0]):
+            name = type(module).__name__
+            if module in seen:
+                raise ValueError(f"{OP}: a {name} is a part of two sublayers; each needs its own")
+            if any(isinstance(h, Hook) for h in _hooks_of(module)):
+                raise ValueError(f"{OP}: a {name} is connected already, in another parent")
+            seen.add(module)
+    return found[0]
+
+
+def _modules(layer: nn.Module, sublayers: tuple[Sublayer, ...]) -> list[nn.Module]:
+    names = [n for s in sublayers for n in (*s.norms, *filter(None, (s.last,)))]
+    return [layer.get_submodule(name) for name in names]
+
+
+def _hooks_of(module: nn.Module) -> list:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _of_layer(layer: nn.Module, given: Any) -> tuple[Sublayer, ...]:
     if isinstance(given, str) and given == "auto":
         name = next((c.__name__ for c in type(layer).__mro__ if c.__name__ in KNOWN), None)
         if name is None:
@@ -107,9 +137,12 @@ def find(layer: nn.Module, given: Any) -> tuple[Sublayer, ...]:
                     f"{OP}: sublayers: {type(layer).__name__} has no module {name!r}; its modules "
                     f"are {inside}"
                 ) from None
-    _check_norm_first(layer)
-    # One read of the layer's input, and what the whole layer adds.
-    return () if len(found) == 1 and found[0].last is None else found
+    if getattr(layer, "norm_first", True) is False:
+        raise ValueError(
+            f"{OP}: sublayers needs layers with their norms before their sublayers, got "
+            f"{type(layer).__name__} with norm_first=False"
+        )
+    return found
 
 
 def _parsed(given: Any) -> tuple[Sublayer, ...]:
@@ -138,27 +171,7 @@ def _parsed(given: Any) -> tuple[Sublayer, ...]:
     return tuple(found)
 
 
-def _check_norm_first(layer: nn.Module) -> None:
-    if getattr(layer, "norm_first", True) is False:
-        raise ValueError(
-            f"{OP}: sublayers needs layers with their norms before their sublayers, got "
-            f"{type(layer).__name__} with norm_first=False"
-        )
-
-
 # ---- while a layer runs --------------------------------------------------------------------------
-
-
-class _Blocked(torch.autograd.Function):
-    """x, whose gradient is dropped: none flows through the layer's own sums to the row."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, _grad):
-        return None
 
 
 class _Through(torch.autograd.Function):
@@ -174,11 +187,16 @@ class _Through(torch.autograd.Function):
         return grad, grad.new_zeros(()).expand_as(grad)
 
 
+def version(x: Tensor) -> int:
+    """How often x was modified in place; inference mode does not count it."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 class LayerRun:
-    """One run of a layer, the first one or one in backward.
+    """One run of a layer by its parent's loop.
 
     What a sublayer adds is the output of its last module or, where none is named, the difference
-    of the layer's own sums behind and before it. A difference of 16-bit sums has their rounding
+    of the layer's own sums after and before it. A difference of 16-bit sums has their rounding
     error: half a unit in the last place of the sum.
 
     Args:
@@ -190,49 +208,23 @@ class LayerRun:
     def __init__(self, run: Any, k: int, x: Tensor):
         self.run, self.k, self.row = run, k, x
         # The sublayer that runs, how many of its norms have run, the layer's own sum before it, and
-        # the output of its last module.
+        # the output of its last module; both with their versions.
         self.number, self.norms = -1, 0
-        self.before: Tensor | None = None
-        self.added: Tensor | None = None
-        # Whether nobody waits for what the last sublayer adds.
-        self.alone = False
-        # The backward pass that the layer runs in.
-        compiling = torch.compiler.is_compiling()
-        self.task = -1 if compiling else torch._C._current_graph_task_id()
-
-    def input(self) -> Tensor:
-        """What the layer gets."""
-        if torch.compiler.is_compiling():
-            return self.row.detach()
-        given = _Blocked.apply(self.row)
-        self.mark(given)
-        return given
-
-    def mark(self, given: Tensor) -> None:
-        """Notes on the layer's input which pass it belongs to. Where backward runs the layer again,
-        as checkpointing does, the layer gets the same tensor."""
-        given.deepfast_run = self.run, self.k, self.row  # type: ignore[attr-defined]
+        self.before: tuple[Tensor, int] | None = None
+        self.added: tuple[Tensor, int] | None = None
 
     def _named(self, number: int) -> str:
         norms = " and ".join(self.run.settings.sublayers[number].norms)
         return f"{OP}: the sublayer behind {norms} of layer {self.k}"
 
-    def is_over(self, run: Any, k: int, _row: Tensor) -> bool:
-        """Whether this layer does not wait for another norm with the layer's input. In backward it
-        may have been left early."""
-        whole = self.norms == len(self.run.settings.sublayers[0].norms)
-        return run is not self.run or k != self.k or self.number > 0 or whole
-
-    @property
-    def ended(self) -> bool:
-        """Whether all norms of the layer have run."""
-        sublayers = self.run.settings.sublayers
-        return self.number == len(sublayers) - 1 and self.norms == len(sublayers[-1].norms)
-
     def norm(self, number: int, given: Tensor) -> Tensor:
         """What a norm of a sublayer gets in place of ``given``."""
-        sublayers = self.run.settings.sublayers
+        sublayers, eager = self.run.settings.sublayers, not torch.compiler.is_compiling()
         if number == self.number and self.norms < len(sublayers[number].norms):
+            if eager and given is not self.before[0]:
+                raise RuntimeError(
+                    f"{self._named(number)}: its norms share a read, so they must get one tensor"
+                )
             self.norms += 1
             return self.row
         if number <= self.number:
@@ -241,16 +233,20 @@ class LayerRun:
             raise RuntimeError(f"{self._named(self.number + 1)} did not run before the next one")
         if number > 0:
             self.row = self.run.push(self.end(given), len(sublayers) * self.k + number)
-        elif not torch.compiler.is_compiling():
-            self._check_first(given)
-            # A wrapper such as FSDP has put another tensor in the place of the marked one.
-            self.mark(given)
-        self.number, self.norms, self.before = number, 1, given
+        else:
+            if eager:
+                self._check_first(given)
+            # A wrapper such as FSDP may have put another tensor in the place of the row.
+            self.row = given
+        self.number, self.norms, self.before = number, 1, (given, version(given))
+        if eager:
+            # Backward may run the norm again with the same tensor, as checkpointing does.
+            given.deepfast_run = self.run, self.k  # type: ignore[attr-defined]
         return self.row
 
     def _check_first(self, given: Tensor) -> None:
-        x = self.row
-        if (x.shape, x.dtype, x.data_ptr()) != (given.shape, given.dtype, given.data_ptr()):
+        kinds = [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (self.row, given)]
+        if kinds[0] != kinds[1]:
             raise RuntimeError(
                 f"{OP}: layer {self.k} of {self.run.where} changes its input before its first "
                 "norm; reads of sublayers need layers that give their input to the norm"
@@ -263,19 +259,53 @@ class LayerRun:
             when = "twice" if self.added is not None else "before its norm"
             raise RuntimeError(f"{self._named(number)}: its last module runs {when}")
         self.run.check(self.k, f"output of {self.run.settings.sublayers[number].last}", y)
-        self.added = y
+        self.added = y, version(y)
 
     def end(self, total: Tensor) -> Tensor:
         """What the sublayer has added, behind which the layer's own sum is ``total``."""
-        sublayer, added = self.run.settings.sublayers[self.number], self.added
+        sublayer, found = self.run.settings.sublayers[self.number], self.added
         self.added = None
         if self.norms < len(sublayer.norms):
             raise RuntimeError(f"{self._named(self.number)}: one of these norms did not run")
+        before, old = self.before  # type: ignore[misc]
+        same = before is not total and version(before) == old
         if sublayer.last is None:
-            return total - self.before
-        if added is None:
+            if not same:
+                raise RuntimeError(
+                    f"{self._named(self.number)} is added in place; name its last module, or let "
+                    "the layer make a new sum"
+                )
+            return total - before
+        if found is None:
             raise RuntimeError(f"{self._named(self.number)}: {sublayer.last} did not run")
+        added, old = found
+        if added is total or version(added) != old:
+            raise RuntimeError(
+                f"{self._named(self.number)}: the layer modifies in place what {sublayer.last} "
+                "returned"
+            )
+        if same and not torch.compiler.is_compiling():
+            self._check_sum(before, added, total)
         return added
+
+    @torch.no_grad()
+    def _check_sum(self, before: Tensor, added: Tensor, total: Tensor) -> None:
+        """Once for each sublayer: raises where its sum is not that before it plus ``added``."""
+        this, checked = (self.k, self.number), self.run.settings.checked
+        capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
+        if this in checked or total.is_meta or capturing or not total.numel():
+            return
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        b, a, t = (x.to(dtype) for x in (before, added, total))
+        # The sum is rounded to the layer's dtype, perhaps more than once. A NaN is no finding.
+        scale = torch.stack([x.abs().amax() for x in (b, a, t)]).amax()
+        if (b + a - t).abs().amax() > 8 * torch.finfo(total.dtype).eps * scale:
+            last = self.run.settings.sublayers[self.number].last
+            raise RuntimeError(
+                f"{self._named(self.number)} adds something else than {last} returns: name the "
+                "last module before the sum, or None if there is none, and list every sublayer"
+            )
+        checked.add(this)
 
     def last(self, y: Tensor) -> Tensor:
         """What the layer's last sublayer has added; y is the layer's output."""
@@ -286,10 +316,26 @@ class LayerRun:
         return added if alone else _Through.apply(added, y)
 
 
+class Again(NamedTuple):
+    """A layer that backward runs again, from one of its norms on."""
+
+    run: Any
+    k: int
+    place: object
+    number: int
+    row: Tensor
+    task: int
+
+
 class Running(PerThread):
-    """The run of a layer that is open in this thread."""
+    """What runs in this thread."""
 
     layer: LayerRun | None = None
+    """The layer that the innermost loop has called."""
+    again: Again | None = None
+
+    def forget(self) -> None:
+        self.again = None
 
 
 class Traced:
@@ -310,9 +356,9 @@ class Hook:
     """A hook of a module in a layer. Where the layer is compiled by itself, the hook breaks its
     graph, because states are pushed in eager code."""
 
-    def __init__(self, number: int):
-        self.number = number
-        """That of the sublayer."""
+    def __init__(self, number: int, place: object):
+        self.number, self.place = number, place
+        """The sublayer's, and what stands for the layer."""
 
     def __call__(self, _module: nn.Module, *given: Any) -> Any:
         traced = torch.compiler.is_compiling() and TRACED.layer is not None
@@ -326,36 +372,47 @@ class Hook:
         return self.run(*given)
 
 
+class Place:
+    """Stands for a layer in its hooks."""
+
+
 class Read(Hook):
     """Before a norm of the sublayer: its input becomes the row."""
 
-    def run(self, args: tuple) -> tuple | None:
-        now, given = running(), args[0]
-        layer = now.layer if torch.compiler.is_compiling() else self._layer(given)
-        if layer is None:
+    def run(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        name = None if args else next(iter(kwargs), None)
+        given = args[0] if args else kwargs.get(name)
+        layer = running().layer
+        row = self._again(given) if layer is None else layer.norm(self.number, given)
+        if row is None or row is given:
             return None
-        row = layer.norm(self.number, given)
-        if layer.ended and layer.alone:
-            now.layer = None
-        return row, *args[1:]
+        return ((row, *args[1:]), kwargs) if args else (args, kwargs | {name: row})
 
-    @staticmethod
-    def _layer(given: Tensor) -> LayerRun | None:
-        """The run that the norm belongs to; where backward runs a layer again, a new one."""
-        layer, task = RUNNING.layer, torch._C._current_graph_task_id()
-        if layer is not None and layer.task != task:
-            layer = None
-        marked = getattr(given, "deepfast_run", None)
-        if marked is not None and task != -1 and (layer is None or layer.is_over(*marked)):
-            RUNNING.layer = layer = LayerRun(*marked)
-            layer.alone = True
-        if layer is None and task != -1:
+    def _again(self, given: Any) -> Tensor | None:
+        """The row where backward runs the norm again; None outside of a pass."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return None
+        run, k = getattr(given, "deepfast_run", None) or (None, 0)
+        last = RUNNING.again
+        if last is not None and (last.task != task or last.place is not self.place):
+            last = None
+        if run is None and last is not None and self.number > 0:
+            run, k = last.run, last.k
+        if run is None:
             raise RuntimeError(
                 f"{OP}: backward runs a layer whose sublayers read again, with another input than "
-                "in forward; a layer that checkpoints itself needs use_reentrant=False and "
+                "in forward; checkpoint it with use_reentrant=False and connect it with "
                 "recompute='none'"
             )
-        return layer
+        if last is not None and (last.run, last.k, last.number) == (run, k, self.number):
+            return last.row
+        # The tensor only gives the shape of what was pushed in forward.
+        row = run.push(given, run.settings.reads * k + self.number) if self.number else given
+        if RUNNING.again is None:
+            torch.autograd.Variable._execution_engine.queue_callback(RUNNING.forget)
+        RUNNING.again = Again(run, k, self.place, self.number, row, task)
+        return row
 
 
 class Take(Hook):
@@ -367,16 +424,25 @@ class Take(Hook):
             layer.output(self.number, output)
 
 
-def hook(layers: Sequence[nn.Module], sublayers: tuple[Sublayer, ...]) -> list:
-    """Registers the hooks of all layers, once where a layer stands in several places, and returns
-    their handles."""
-    handles = []
-    for layer in {id(layer): layer for layer in layers}.values():
-        for number, sublayer in enumerate(sublayers):
-            for norm in sublayer.norms:
-                module = layer.get_submodule(norm)
-                handles.append(module.register_forward_pre_hook(Read(number), prepend=True))
-            if sublayer.last is not None:
-                module = layer.get_submodule(sublayer.last)
-                handles.append(module.register_forward_hook(Take(number)))
-    return handles
+class Hooked:
+    """The hooks of all layers. A layer that stands in several places has them once."""
+
+    def __init__(self, layers: Any, sublayers: tuple[Sublayer, ...]):
+        self.layers = layers
+        for layer in {id(layer): layer for layer in layers}.values():
+            place = Place()
+            for number, sublayer in enumerate(sublayers):
+                for norm in sublayer.norms:
+                    layer.get_submodule(norm).register_forward_pre_hook(
+                        Read(number, place), prepend=True, with_kwargs=True
+                    )
+                if sublayer.last is not None:
+                    layer.get_submodule(sublayer.last).register_forward_hook(Take(number, place))
+
+    def remove(self) -> None:
+        for module in self.layers.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks, with_kwargs = (getattr(module, n) for n in (name, f"{name}_with_kwargs"))
+                for key in [key for key, h in hooks.items() if isinstance(h, Hook)]:
+                    del hooks[key]
+                    with_kwargs.pop(key, None)

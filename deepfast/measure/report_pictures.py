@@ -84,7 +84,7 @@ def _curves(rows: list[dict], field: str, scale: float) -> dict[str, list]:
     """Name -> (layers, number) of the rows that ran and have the field."""
     curves: dict[str, list] = {}
     for row in rows:
-        if row[field] and row["peak_bytes"]:
+        if row[field] and (row["peak_bytes"] or row["median_seconds"]):
             name = row["variant"].removesuffix(": deepfast")
             curves.setdefault(name, []).append((row["depth"], row[field] * scale))
     return curves

@@ -14,9 +14,8 @@ TABLES = DepthConnection, LatentDepth, TransparentAttention
 def parameter_groups(model: nn.Module) -> list[dict]:
     """The parameters of a model in two groups for a torch optimizer.
 
-    A depth connection's weights, queries and gains have a row for each layer. Optimizers that go by
-    the number of dimensions, such as Muon, or weight decay of all that is no vector, would take
-    them for matrices.
+    A depth connection's weights, queries and gains have a row for each layer. An optimizer that
+    decides by the number of dimensions what is a matrix, such as Muon, would be wrong about them.
 
     ::
 

@@ -57,7 +57,8 @@ class _Stack(nn.Module):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
-        scales = self._deepnorm(op, norm, connection, num_layers, decoder_layers)
+        checks.choice(op, ("pre", "post", "deepnorm"), norm=norm)
+        scales = self._deepnorm(op, norm, connection, norm_type, num_layers, decoder_layers)
         norm = "post" if norm == "deepnorm" else norm
         for name, options in (("dlcl", dlcl), ("latent", latent)):
             if options is not None:
@@ -89,7 +90,13 @@ class _Stack(nn.Module):
         self.set_recompute(recompute)
 
     def _deepnorm(
-        self, op: str, norm: str, connection: str, layers: int, decoder_layers: int | None
+        self,
+        op: str,
+        norm: str,
+        connection: str,
+        norm_type: str,
+        layers: int,
+        decoder_layers: int | None,
     ) -> tuple[float, float] | None:
         """alpha and beta of DeepNorm; None for other norms."""
         decodes = issubclass(self.layer, TransformerDecoderLayer)
@@ -101,16 +108,21 @@ class _Stack(nn.Module):
                 )
         if norm != "deepnorm":
             return None
-        if connection != "residual":
-            raise ValueError(
-                f"{op}: norm='deepnorm' needs connection='residual', got {connection!r}"
-            )
+        for name, value, needed in (
+            ("connection", connection, ("residual",)),
+            ("norm_type", norm_type, ("layer", "rms")),
+        ):
+            if value not in needed:
+                raise ValueError(f"{op}: norm='deepnorm' needs {name}={needed[0]!r}, got {value!r}")
         if decodes:
             return (3 * layers) ** 0.25, (12 * layers) ** -0.25
         if decoder_layers is None:
             return (2 * layers) ** 0.25, (8 * layers) ** -0.25
         both = (layers**4 * decoder_layers) ** (1 / 16)
         return 0.81 * both, 0.87 / both
+
+    def extra_repr(self) -> str:
+        return "" if self.alpha == 1 else f"norm='deepnorm', alpha={self.alpha:g}"
 
     def gates(self, language: int = 0) -> list[Gate | None]:
         """The gates that scale the branches of each layer in one forward pass.
@@ -173,11 +185,15 @@ class TransformerEncoder(_Stack):
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
-        norm: "pre" (with a final LN), "post" or "deepnorm": ``x' = LN(alpha * x + f(x))``, with the
-            projections of values, outputs and the feed-forward block scaled by beta at the start
-            (residual connection only). alpha = (2 L)^(1/4), beta = (8 L)^(-1/4); in an encoder with
-            ``decoder_layers`` = M alpha = 0.81 (L^4 M)^(1/16), beta = 0.87 (L^4 M)^(-1/16); in a
-            decoder alpha = (3 L)^(1/4), beta = (12 L)^(-1/4).
+        norm: "pre" (with a final LN), "post" or "deepnorm": each sublayer f gives
+            ``x' = LN(alpha * x + f(x))``. It needs ``connection="residual"``. At the start the
+            weights of values, outputs and feed-forward blocks are multiplied by beta; those of
+            queries and keys are not.
+
+                an encoder alone                        alpha = (2 L)^(1/4), beta = (8 L)^(-1/4)
+                an encoder with ``decoder_layers`` = M  alpha = 0.81 (L^4 M)^(1/16),
+                                                        beta = 0.87 (L^4 M)^(-1/16)
+                a decoder                               alpha = (3 L)^(1/4), beta = (12 L)^(-1/4)
         norm_type: "layer" for `LayerNorm`, "rms" for `RMSNorm`, of the layers, of the stack and
             inside a DLCL's mixture. "none": no norms, in a pre-norm stack with the connection
             "residual" or "latent" (Li et al. train latent depth so).

@@ -124,7 +124,7 @@ def changed(**entries):
     return {name: value for name, value in state.items() if value is not None}
 
 
-FULL = {"attnres_block_size": 1}
+FULL = {"attnres_block_size": 1, "norm_eps": EPS}
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,12 @@ FULL = {"attnres_block_size": 1}
          "model must be a module, got str"),
         (lambda m: deepfast.attnres_state_dict(m, "kimi"), ValueError, "names must be"),
         (lambda m: deepfast.attnres_options({"hidden_size": 3}), ValueError,
-         "expected a config with attnres_block_size or attn_res_block_size, got one with hidden"),
-        (lambda m: deepfast.attnres_options({"attnres_block_size": 3}), ValueError,
+         "expected a config with attnres_block_size or attn_res_block_size, got neither"),
+        (lambda m: deepfast.attnres_options({"attnres_block_size": 4}), ValueError,
+         "expected a config with norm_eps or rms_norm_eps, got neither"),
+        (lambda m: deepfast.load_attnres(m, changed(layers__0__attn_res_proj__weight=None)),
+         ValueError, "the checkpoint has no model.layers.0.attn_res_proj.weight"),
+        (lambda m: deepfast.attnres_options(FULL | {"attnres_block_size": 3}), ValueError,
          "must be 1 or even, .* got 3"),
     ],
 )  # fmt: skip

@@ -1,7 +1,9 @@
 """A read for each sublayer of somebody else's layer, against the literal loop over sublayers."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
+from deepfast.attach.sublayers import RUNNING
 from deepfast.reference.attention_residuals import full
 from tests.attach.models import D, Loop, X, perturbed, torch_encoder
 
@@ -97,7 +100,7 @@ def test_same_as_the_literal_loop(recompute):
 def test_a_layer_that_checkpoints_itself():
     got, wanted = both(connected(Checkpointed))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-    with pytest.raises(RuntimeError, match="checkpoints itself needs"):
+    with pytest.raises(RuntimeError, match="connect it with recompute='none'"):
         both(connected(Checkpointed, recompute="layer"))
 
 
@@ -144,6 +147,94 @@ def test_blocks_of_layers_and_several_passes():
     outs = [model(z) for z in (x, y)]
     got = [torch.autograd.grad(out.square().mean(), model.blocks[0].norm1.weight) for out in outs]
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+class CheckpointedParts(TwoParts):
+    """Checkpoints both of its sublayers, or one of them, with their norms."""
+
+    first = second = True
+
+    def forward(self, x):
+        def part(module, norm, x, again):
+            run = lambda x: module(norm(x))  # noqa: E731
+            return checkpoint(run, x, use_reentrant=False) if again else run(x)
+
+        x = x + part(self.attn, self.norm1, x, self.first)
+        return x + 0.5 * part(self.mlp, self.norm2, x, self.second)
+
+
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+def test_checkpoints_of_sublayers(which):
+    model = connected(CheckpointedParts)
+    for block in model.blocks:
+        block.first, block.second = which
+    got, wanted = both(model)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    assert RUNNING.again is RUNNING.layer is None
+    # A sublayer alone runs as ever.
+    assert model.blocks[0].mlp(X.double()).shape == X.shape
+
+
+class Gated(TwoParts):
+    """Reads its input besides the norm."""
+
+    def parts(self):
+        def first(read):
+            x = read()
+            return x.mean(-1, keepdim=True).sigmoid() * self.attn(self.norm1(x))
+
+        return first, super().parts()[1]
+
+    def forward(self, x):
+        x = x + x.mean(-1, keepdim=True).sigmoid() * self.attn(self.norm1(x))
+        return x + 0.5 * self.mlp(self.norm2(x))
+
+
+def test_a_layer_that_also_reads_its_input():
+    got, wanted = both(connected(Gated, [("norm1", None), ("norm2", None)]))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+class AddsInPlace(TwoParts):
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        x += self.mlp(self.norm2(x))
+        return x
+
+    def parts(self):
+        return tuple(lambda read, m=m, n=n: m(n(read())) for m, n in (
+            (self.attn, self.norm1), (self.mlp, self.norm2)
+        ))  # fmt: skip
+
+
+def test_a_sum_in_place_of_the_layer_s_own():
+    got, wanted = both(connected(AddsInPlace, [("norm1", "attn"), ("norm2", "mlp")]))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+class ByKeyword(TwoParts):
+    def forward(self, x):
+        x = x + self.attn(self.norm1(input=x))
+        return x + 0.5 * self.mlp(self.norm2(input=x))
+
+
+def test_norms_that_get_their_input_by_keyword():
+    got, wanted = both(connected(ByKeyword))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "layer+input"])
+def test_nothing_is_left_of_a_step(recompute):
+    model, kept = connected(recompute=recompute), []
+    hook = model.depth_connection.register_forward_hook(
+        lambda _m, args, _out: kept.append(weakref.ref(args[1].state))
+    )
+    for _ in range(2):
+        model(X.double().requires_grad_()).sum().backward()
+    hook.remove()
+    gc.collect()
+    assert kept
+    assert all(state() is None for state in kept)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -205,6 +296,37 @@ class NormAgain(TwoParts):
         return x + self.mlp(self.norm2(x))
 
 
+class Factor(TwoParts):
+    def forward(self, x):
+        x = x + 0.5 * self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Third(TwoParts):
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x + self.mlp.linear(x)
+
+
+class IntoTheOutput(TwoParts):
+    """Adds into what its module returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.attn(self.norm1(x))
+        h += x
+        return h + self.mlp(self.norm2(h))
+
+
+class Transposes(TwoParts):
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Scales(TwoParts):
     def forward(self, x):
         return super().forward(2 * x)
@@ -224,16 +346,48 @@ class NoAttention(TwoParts):
         (Twice, "the sublayer behind norm1 of layer 0: its last module runs twice|runs twice in"),
         (NormAgain, "the sublayer behind norm1 of layer 0 runs twice in one call of the layer"),
         (Scales, r"layer 0 of Loop.blocks changes its input before its first norm"),
+        (Factor, "behind norm1 of layer 0 adds something else than attn returns"),
+        (IntoTheOutput, "the layer modifies in place what attn returned"),
+        (Transposes, "changes its input before its first norm"),
         (NoAttention, "the sublayer behind norm1 of layer 0: attn did not run"),
     ],
 )
 def test_layers_that_do_something_else(layer, message):
     model = connected(layer)
     with pytest.raises(RuntimeError, match=message):
-        model(X.double())
+        model(X[:, :2].double())
     # Nothing is left behind.
     deepfast.disconnect(model)
     assert model.blocks[0](X.double()).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("layer", "sublayers", "message"),
+    [
+        (Third, (("norm1", "attn"), ("norm2", "mlp")), "behind norm2 .* else than mlp returns"),
+        (Differences, (("norm1", None), ("norm2", "mlp")), "behind norm2 .* else than mlp returns"),
+        (TwoParts, (("norm1", "attn"),), "behind norm1 .* else than attn returns"),
+        (TwoParts, (("norm1", "attn.linear"), ("norm2", None)), "else than attn.linear returns"),
+        (AddsInPlace, (("norm1", "attn"), ("norm2", None)), "behind norm2 .* is added in place"),
+        (
+            TwoParts,
+            ((("norm1", "norm2"), None),),
+            "its norms share a read, so they must get one tensor",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_the_layer(layer, sublayers, message):
+    with pytest.raises(RuntimeError, match=message):
+        connected(layer, sublayers)(X.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_is_no_misfit(dtype):
+    """The sums of a layer in 16 bits, with large inputs."""
+    model = connected().to(dtype)
+    for scale in (1, 1000):
+        model.depth_connection.query.data.zero_()
+        assert model(scale * X.to(dtype)).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -258,3 +412,46 @@ def test_layers_that_do_something_else(layer, message):
 def test_arguments(sublayers, options, error, message):
     with pytest.raises(error, match=message):
         connected(sublayers=sublayers, **options)
+
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return x
+
+
+def shared(layers):
+    layers[1].attn = layers[0].attn
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda: [TwoParts(), Other()], "sublayers: Other has no module 'norm2'"),
+        (lambda: shared([TwoParts(), TwoParts()]), "a Part is a part of two sublayers"),
+        (lambda: [*connected().blocks], "a LayerNorm is connected already, in another parent"),
+    ],
+)
+def test_layers_that_do_not_fit_leave_the_model_as_it_was(layers, message):
+    model = Loop()
+    model.blocks = nn.ModuleList(layers())
+    before = [len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        deepfast.connect(model, norm="pre", connection="attnres", sublayers=NAMES)
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == before
+    assert "depth_connection" not in dict(model.named_children())
+
+
+def test_a_layer_that_stands_in_two_places():
+    torch.manual_seed(0)
+    model = perturbed(Loop(layer=TwoParts)).double()
+    model.blocks[2] = model.blocks[0]
+    perturbed(deepfast.connect(model, norm="pre", connection="attnres", sublayers=NAMES).double())
+    got, wanted = both(model)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    model.blocks[0].norm1 = nn.Identity()
+    copy.deepcopy(model)

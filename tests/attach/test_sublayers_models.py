@@ -305,10 +305,6 @@ def test_checkpointing_of_transformers(name):
     assert_same(gradients(model, case.run(model)), wanted)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    if name == "gpt_neox":
-        # Its two sublayers read once, outside of what is checkpointed.
-        assert_same(gradients(model, case.run(model)), wanted)
-        return
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         gradients(model, case.run(model))
 

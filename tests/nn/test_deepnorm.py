@@ -100,6 +100,8 @@ def test_the_start(kind, layers, options, beta):
     ("kind", "options", "message"),
     [
         (TransformerEncoder, {"connection": "dlcl"}, "needs connection='residual', got 'dlcl'"),
+        (TransformerEncoder, {"norm_type": "none"}, "needs norm_type='layer', got 'none'"),
+        (TransformerEncoder, {"norm": "deep"}, "TransformerEncoder: norm must be one of pre, post"),
         (TransformerEncoder, {"norm": "post", "decoder_layers": 2}, "decoder_layers is for an enc"),
         (TransformerDecoder, {"decoder_layers": 2}, "decoder_layers is for an encoder"),
         (TransformerEncoder, {"decoder_layers": 0}, "decoder_layers must be"),

@@ -46,7 +46,7 @@ ATTENTION, LATENT, FUSION = (MultiheadAttention,), (LatentDepth,), (LayerFusion,
 TRANSPARENT = (TransparentAttention,)
 ONE = "must be an integer of at least 1, got"
 OPTIONS = [
-    (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post, got 'sandwich'"),
+    (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post.*, got 'sandwich'"),
     (STACKS, {"connection": "dense"}, "connection must be one of .*got 'dense'"),
     (STACKS, {"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
     (STACKS, {"num_heads": 5}, "num_heads must divide dim 8, got 5"),
