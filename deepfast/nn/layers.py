@@ -58,7 +58,7 @@ class FeedForward(nn.Module):
         self,
         norm: Norm,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         dropout_p: float,
         *,
         recompute: str = "none",
@@ -67,12 +67,16 @@ class FeedForward(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``return_norm``.
 
+        Without a residual s is x.
+
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``recompute`` decides whether it saves the hidden activation.
         """
         fused = plain_norm(norm) and plain(self.up, nn.Linear)
         if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
             # A rerun stops before the last product, which it could not do inside one op.
+            if residual is None:
+                return x, self(norm(x), gate)
             if return_norm or not fused:
                 n, s = norm(x, residual=residual, dropout_p=dropout_p)
                 return (n if return_norm else s), self(n, gate)
@@ -152,11 +156,13 @@ class _Layer(nn.Module):
         if self.crosses:
             self.cross_attention_norm = make(dim, backend=backend) if own_later else None
         self.feed_forward_norm = make(dim, backend=backend) if own_later else None
+        self.inner_norms: nn.ModuleDict | None = None
+        """KEEL's norms of what each part reads, by the part's name."""
 
     @torch.no_grad()
-    def _begin_deepnorm(self, alpha: float, beta: float) -> None:
-        """The start of a post-norm layer with ``x' = LN(alpha * x + f(x))``: xavier with gain beta
-        for the projections of values, outputs and the feed-forward block.
+    def _scale(self, alpha: float, beta: float, inner: bool) -> None:
+        """Makes a post-norm layer one with ``x' = LN(alpha * x + f(x))``; ``inner``: with f(LN(x)).
+        At the start the projections of values, outputs and the feed-forward block have gain beta.
 
         The stack runs the layer with a gate of 1 / alpha, for which the norms have another eps:
         ``LN(alpha * z; eps) = LN(z; eps / alpha^2)``.
@@ -169,6 +175,24 @@ class _Layer(nn.Module):
         for norm in self.modules():
             if isinstance(norm, LayerNorm | RMSNorm):
                 norm.eps /= alpha**2
+        if inner:
+            kind, backend = type(self.attention_norm), self.attention_norm.backend
+            self.inner_norms = nn.ModuleDict(
+                {part: kind(self.dim, backend=backend) for part in self.parts}
+            )
+
+    def _again(self, norm: Norm, n: Tensor, x: Tensor) -> Recompute | None:
+        """What gives n = norm(x) in backward, so that autograd keeps x alone."""
+        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        # A rerun of the whole layer computes n anyway, so keeping x would gain nothing.
+        kept = backward and plain_norm(norm) and self.recompute not in RERUN
+        return norm.recompute(n, x) if kept else None
+
+    def _inner(self, part: str, x: Tensor) -> tuple[Tensor, Recompute | None]:
+        """What a part of KEEL reads: LN(x), and what gives it again."""
+        norm: Norm = self.inner_norms[part]  # type: ignore[index,assignment]
+        n = norm(x)
+        return n, self._again(norm, n, x)
 
     crosses = False
     parts: tuple[str, ...] = ("attention", "feed_forward")
@@ -209,22 +233,30 @@ class _Layer(nn.Module):
             own, cross: further arguments of self-attention and of attention to the encoder.
         """
         post = self.norm == "post"
-        branch = self._attend(
-            "attention", x if normed is None else normed, packing, recompute_n, gate, **own
-        )
+        if self.inner_norms is None:
+            n, again = x if normed is None else normed, recompute_n
+        else:
+            n, again = self._inner("attention", x)
+        branch = self._attend("attention", n, packing, again, gate, **own)
         # The norm after each attention, in pre-norm that of the next part.
         norms = [self.attention_norm] if post else []
         norms += [self.cross_attention_norm] if self.crosses else []
         norms += [] if post else [self.feed_forward_norm]
         if self.crosses:
             n, s = norms[0](branch, residual=x, dropout_p=self.dropout)
-            again = None
-            backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
-            if backward and plain_norm(norms[0]) and self.recompute not in RERUN:
-                again = norms[0].recompute(n, s)
-            branch = self._attend("cross_attention", n, packing, again, gate, **cross)
             x = n if post else s
+            if self.inner_norms is None:
+                again = self._again(norms[0], n, s)
+            else:
+                n, again = self._inner("cross_attention", n)
+            branch = self._attend("cross_attention", n, packing, again, gate, **cross)
+        if self.inner_norms is not None:
+            x, _ = norms[-1](branch, residual=x, dropout_p=self.dropout)
+            inner: Norm = self.inner_norms["feed_forward"]  # type: ignore[assignment]
+            _, f = self.feed_forward.after_norm(
+                inner, x, None, 0.0, recompute=self.recompute, gate=gate
+            )
+            return self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)[0]
         x, f = self.feed_forward.after_norm(
             norms[-1],
             branch,

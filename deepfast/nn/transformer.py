@@ -18,6 +18,9 @@ from deepfast.ops.attention import Window
 from deepfast.ops.decoding import compiled
 from deepfast.renamed import names_arguments
 
+SCALED = "deepnorm", "keel"
+"""Norms of a stack that are post-norm with a scaled residual."""
+
 
 class _Stack(nn.Module):
     """What encoder and decoder share: layers of one type, a connection, policies, gates."""
@@ -57,9 +60,11 @@ class _Stack(nn.Module):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
-        checks.choice(op, ("pre", "post", "deepnorm"), norm=norm)
-        scales = self._deepnorm(op, norm, connection, norm_type, num_layers, decoder_layers)
-        norm = "post" if norm == "deepnorm" else norm
+        checks.choice(op, ("pre", "post", *SCALED), norm=norm)
+        self.alpha, beta = self._scales(op, norm, connection, norm_type, num_layers, decoder_layers)
+        self.scaled = norm if norm in SCALED else None
+        """"deepnorm" or "keel"; alpha is what multiplies the residual then."""
+        norm = "post" if self.scaled else norm
         for name, options in (("dlcl", dlcl), ("latent", latent)):
             if options is not None:
                 checks.dictionary(op, **{name: options})
@@ -81,24 +86,15 @@ class _Stack(nn.Module):
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
-        self.alpha = 1.0
-        """By what DeepNorm multiplies the residual."""
-        if scales is not None:
-            self.alpha, beta = scales
-            for layer in self.layers:
-                layer._begin_deepnorm(self.alpha, beta)
+        for layer in self.layers if self.scaled else ():
+            layer._scale(self.alpha, beta, self.scaled == "keel")
         self.set_recompute(recompute)
 
-    def _deepnorm(
-        self,
-        op: str,
-        norm: str,
-        connection: str,
-        norm_type: str,
-        layers: int,
+    def _scales(
+        self, op: str, norm: str, connection: str, norm_type: str, layers: int,
         decoder_layers: int | None,
-    ) -> tuple[float, float] | None:
-        """alpha and beta of DeepNorm; None for other norms."""
+    ) -> tuple[float, float]:  # fmt: skip
+        """alpha and beta of DeepNorm and KEEL; 1 for other norms."""
         decodes = issubclass(self.layer, TransformerDecoderLayer)
         if decoder_layers is not None:
             checks.whole(op, decoder_layers=decoder_layers)
@@ -106,14 +102,16 @@ class _Stack(nn.Module):
                 raise ValueError(
                     f"{op}: decoder_layers is for an encoder with norm='deepnorm', got {norm=}"
                 )
-        if norm != "deepnorm":
-            return None
+        if norm not in SCALED:
+            return 1.0, 1.0
         for name, value, needed in (
             ("connection", connection, ("residual",)),
             ("norm_type", norm_type, ("layer", "rms")),
         ):
             if value not in needed:
-                raise ValueError(f"{op}: norm='deepnorm' needs {name}={needed[0]!r}, got {value!r}")
+                raise ValueError(f"{op}: {norm=} needs {name}={needed[0]!r}, got {value!r}")
+        if norm == "keel":
+            return float(len(self.layer.parts) * layers), 1.0
         if decodes:
             return (3 * layers) ** 0.25, (12 * layers) ** -0.25
         if decoder_layers is None:
@@ -122,7 +120,7 @@ class _Stack(nn.Module):
         return 0.81 * both, 0.87 / both
 
     def extra_repr(self) -> str:
-        return "" if self.alpha == 1 else f"norm='deepnorm', alpha={self.alpha:g}"
+        return f"norm={self.scaled!r}, alpha={self.alpha:g}" if self.scaled else ""
 
     def gates(self, language: int = 0) -> list[Gate | None]:
         """The gates that scale the branches of each layer in one forward pass.
@@ -145,7 +143,7 @@ class _Stack(nn.Module):
                 continue
             if gate is not None and not is_chosen(gate, 1.0):
                 given = given | {"gate": gate}
-            elif self.alpha != 1:
+            elif self.scaled:
                 # LN(alpha * x + f) = LN(x + f / alpha).
                 given = given | {"gate": 1 / self.alpha}
             calls += self.connection.calls(layer, policy, given)
@@ -185,10 +183,12 @@ class TransformerEncoder(_Stack):
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
-        norm: "pre" (with a final LN), "post" or "deepnorm": each sublayer f gives
-            ``x' = LN(alpha * x + f(x))``. It needs ``connection="residual"``. At the start the
-            weights of values, outputs and feed-forward blocks are multiplied by beta; those of
-            queries and keys are not.
+        norm: "pre" (with a final LN), "post", "deepnorm" or "keel". The last two need
+            ``connection="residual"``. With "keel" each sublayer f gives
+            ``x' = LN(alpha * x + f(LN(x)))``; alpha is the number of sublayers of the stack. With
+            "deepnorm" it gives ``x' = LN(alpha * x + f(x))``, and at the start the weights of
+            values, outputs and feed-forward blocks are multiplied by beta; those of queries and
+            keys are not:
 
                 an encoder alone                        alpha = (2 L)^(1/4), beta = (8 L)^(-1/4)
                 an encoder with ``decoder_layers`` = M  alpha = 0.81 (L^4 M)^(1/16),
@@ -218,7 +218,8 @@ class TransformerEncoder(_Stack):
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
     depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
-    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm.
+    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Chen and Wei 2026
+    (arXiv 2601.19895) for KEEL.
     """
 
     layer, planned = TransformerEncoderLayer, "recompute"

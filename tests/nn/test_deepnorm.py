@@ -1,4 +1,5 @@
-"""DeepNorm, x' = LN(alpha x + f(x)), against the formula in float64."""
+"""DeepNorm, x' = LN(alpha x + f(x)), and KEEL, x' = LN(alpha x + f(LN(x))), against the formulas in
+float64."""
 
 import math
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.nn import TransformerDecoder, TransformerEncoder
+from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
 from tests.attach.models import perturbed
 
 D, H, FFN = 16, 2, 24
@@ -31,12 +32,15 @@ def formula(stack, x, alpha, encoded=None):
         def ln(norm, z):
             return F.layer_norm(z, (D,), norm.weight, norm.bias, 1e-5)
 
-        first = attend(m.attention, x, causal=encoded is not None)
+        def read(part, x, m=m):
+            return x if m.inner_norms is None else ln(m.inner_norms[part], x)
+
+        first = attend(m.attention, read("attention", x), causal=encoded is not None)
         x = ln(m.attention_norm, alpha * x + first)
         if encoded is not None:
-            other = attend(m.cross_attention, x, encoded)
+            other = attend(m.cross_attention, read("cross_attention", x), encoded)
             x = ln(m.cross_attention_norm, alpha * x + other)
-        f = m.feed_forward.down(F.relu(m.feed_forward.up(x)))
+        f = m.feed_forward.down(F.relu(m.feed_forward.up(read("feed_forward", x))))
         x = ln(m.feed_forward_norm, alpha * x + f)
     return x
 
@@ -63,6 +67,27 @@ def test_encoder_and_decoder():
     compare(TransformerEncoder(3, D, H, FFN, decoder_layers=2, **options), alpha)
     encoded = torch.randn(2, 7, D).double()
     compare(TransformerDecoder(2, D, H, FFN, **options), (3 * 2) ** 0.25, encoded)
+
+
+@pytest.mark.parametrize("recompute", ["none", "ffn", "ffn+qkv", "layer"])
+def test_keel(recompute):
+    options = {"connection": "residual", "norm": "keel", "dropout": 0.0, "recompute": recompute}
+    compare(TransformerEncoder(3, D, H, FFN, **options), 2 * 3)
+    encoded = torch.randn(2, 7, D).double()
+    compare(TransformerDecoder(2, D, H, FFN, **options), 3 * 2, encoded)
+
+
+@pytest.mark.parametrize("norm", ["deepnorm", "keel"])
+def test_decoding_step_by_step(norm):
+    torch.manual_seed(0)
+    options = {"connection": "residual", "norm": norm, "dropout": 0.0}
+    stack = perturbed(TransformerDecoder(2, D, H, FFN, **options)).eval()
+    x, encoded = torch.randn(3, 4, D), torch.randn(3, 5, D)
+    wanted = stack(x, encoded)
+    packing = Packing(3, 5)
+    cache = stack.start(encoded.flatten(0, 1), packing)
+    got = torch.stack([stack.step(x[:, t], cache) for t in range(4)], 1)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +129,7 @@ def test_the_start(kind, layers, options, beta):
         (TransformerEncoder, {"norm": "deep"}, "TransformerEncoder: norm must be one of pre, post"),
         (TransformerEncoder, {"norm": "post", "decoder_layers": 2}, "decoder_layers is for an enc"),
         (TransformerDecoder, {"decoder_layers": 2}, "decoder_layers is for an encoder"),
+        (TransformerEncoder, {"norm": "keel", "connection": "dlcl"}, "needs connection='residual'"),
         (TransformerEncoder, {"decoder_layers": 0}, "decoder_layers must be"),
     ],
 )

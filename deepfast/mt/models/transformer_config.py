@@ -16,6 +16,7 @@ from deepfast.nn.connections.dlcl import dlcl_options
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.nn.layer_norm import check_norms
+from deepfast.nn.transformer import SCALED
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
@@ -74,7 +75,7 @@ class TransformerConfig(ModelConfig):
     and an output matrix of its own too, as in the paper on layer fusion. Embeddings begin from
     N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
-    """"pre", "post" or "deepnorm", see `deepfast.nn.TransformerEncoder`."""
+    """"pre", "post", "deepnorm" or "keel", see `deepfast.nn.TransformerEncoder`."""
     norm_type: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
     transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
@@ -118,7 +119,7 @@ class TransformerConfig(ModelConfig):
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
-        checks.choice(op, ("pre", "post", "deepnorm"), norm=self.norm)
+        checks.choice(op, ("pre", "post", *SCALED), norm=self.norm)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
@@ -133,7 +134,7 @@ class TransformerConfig(ModelConfig):
                 f"share_embeddings is all, got {target_vocab_size(self)}"
             )
         self._check_connections(op, "")
-        self._check_deepnorm(op)
+        self._check_scaled(op)
         self._check_languages(op)
         self._check_latent(op)
         self._check_fusion(op)
@@ -198,9 +199,9 @@ class TransformerConfig(ModelConfig):
                 words = " or ".join(map(repr, needs))
                 raise ValueError(f"{op}: {name} needs a side with {words}, got none")
 
-    def _check_deepnorm(self, op: str) -> None:
-        """DeepNorm is a form of the plain residual, with a start of its own."""
-        if self.norm != "deepnorm":
+    def _check_scaled(self, op: str) -> None:
+        """DeepNorm and KEEL are forms of the plain residual, DeepNorm with a start of its own."""
+        if self.norm not in SCALED:
             return
         needs = {
             "encoder_connection": "residual", "decoder_connection": "residual", "init": "xavier",
@@ -209,7 +210,7 @@ class TransformerConfig(ModelConfig):
         for name, value in needs.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"{op}: norm deepnorm needs {name} {value}, got {getattr(self, name)}"
+                    f"{op}: norm {self.norm} needs {name} {value}, got {getattr(self, name)}"
                 )
 
     def _check_languages(self, op: str) -> None:

@@ -35,7 +35,7 @@ REFUSED = {
         ({"activation_dropout": "x"}, r"activation_dropout must be a number in \[0, 1\)"),
         ({"mixture_dropout": 1}, r"mixture_dropout must be a number in \[0, 1\)"),
         ({"init": "normal"}, "init must be one of xavier, fan_in, got 'normal'"),
-        ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, got 'mid'"),
+        ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, keel, got 'mid'"),
         ({"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection residual"),
         ({"norm": "post", "encoder_connection": "mudd"}, "encoder_connection mudd needs norm pre"),
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
