@@ -332,10 +332,10 @@ class Running(PerThread):
 
     layer: LayerRun | None = None
     """The layer that the innermost loop has called."""
-    again: Again | None = None
 
-    def forget(self) -> None:
-        self.again = None
+    def __init__(self):
+        self.again: list[Again] = []
+        """The newest norm that backward has run again; nothing after backward."""
 
 
 class Traced:
@@ -394,7 +394,8 @@ class Read(Hook):
         if task == -1:
             return None
         run, k = getattr(given, "deepfast_run", None) or (None, 0)
-        last = RUNNING.again
+        newest = RUNNING.again
+        last = newest[0] if newest else None
         if last is not None and (last.task != task or last.place is not self.place):
             last = None
         if run is None and last is not None and self.number > 0:
@@ -409,9 +410,10 @@ class Read(Hook):
             return last.row
         # The tensor only gives the shape of what was pushed in forward.
         row = run.push(given, run.settings.reads * k + self.number) if self.number else given
-        if RUNNING.again is None:
-            torch.autograd.Variable._execution_engine.queue_callback(RUNNING.forget)
-        RUNNING.again = Again(run, k, self.place, self.number, row, task)
+        if not newest or newest[0].task != task:
+            # Another thread may end the backward pass.
+            torch.autograd.Variable._execution_engine.queue_callback(newest.clear)
+        newest[:] = [Again(run, k, self.place, self.number, row, task)]
         return row
 
 
