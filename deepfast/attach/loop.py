@@ -122,6 +122,8 @@ class Attachment:
         if not torch.compiler.is_compiling():
             self.watch(not self.warned)
         run.history.close()
+        # It refers to the graph, whose tensors refer to the pass.
+        run.read = None
         found, rows = len(run.history), run.connection.rows
         if output is None or found == rows:
             return

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from deepfast import checks
+from deepfast.attach.additive import KINDS, AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
 from deepfast.attach.sublayers import Hooked, find
-from deepfast.connections import CONNECTIONS, names
+from deepfast.connections import BLOCKS, CONNECTIONS, names
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
@@ -35,6 +36,7 @@ def connect(
     recompute: str = "none",
     inplace: bool = True,
     sublayers: str | Sequence[tuple] | None = None,
+    additive: str | None = None,
     **options,
 ) -> DepthConnection:
     """Puts a depth connection between the layers that ``parent`` loops over.
@@ -74,6 +76,10 @@ def connect(
             residual. With None in its place the sublayer adds the difference of the layer's sums
             after and before it. With a tuple of norms, sublayers side by side share one read.
             "auto" takes the names of known layers of transformers, timm and torch.
+        additive: with ``sublayers``, what a norm gets is the layer's own sum h plus the read,
+            ``h + gamma_r * sum_k p_rk v_k``. "gated": gamma (rows,) is learned and begins at 0, so
+            that a pretrained model begins as itself, bit for bit; "one": gamma is 1. None: the read
+            alone.
         options: arguments of `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`.
 
     Returns:
@@ -131,6 +137,16 @@ def connect(
             stacklevel=3,
         )
     dim = _width(parent, found[0]) if dim is None else dim
+    if additive is not None:
+        if not parts:
+            raise ValueError(f"{OP}: additive={additive!r} needs sublayers=, got None")
+        if recompute == "layer+input":
+            raise ValueError(
+                f"{OP}: {additive=} keeps the input of every layer, its own sum; expected "
+                "recompute='none' or 'layer', got 'layer+input'"
+            )
+        checks.choice(OP, KINDS, additive=additive)
+        options = options | {"additive": additive}
     made = _make(len(found), dim, norm, connection, options, len(parts))
     weight = next(found.parameters(), None)
     if weight is not None:
@@ -269,4 +285,8 @@ def _make(
             raise ValueError(
                 f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="
             )
+    if "additive" in options and connection == "block_attnres":
+        options = {"block": -(-layers // BLOCKS)} | options
+    if "additive" in options:
+        return AddedResiduals(layers, dim, **options)
     return class_of(connection).make_depth(connection, layers, dim, norm, options)

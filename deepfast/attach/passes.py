@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.sublayers import LayerRun, Sublayer, running, version
 from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.depth.connection import DepthConnection
@@ -91,6 +92,9 @@ class Pass:
         )
         # The input of the next layer, as the push returned it; None inside torch.compile.
         self.row: Row | None = None
+        # Whether a row is added to the layer's own sum, and the newest row with its number.
+        self.adds = isinstance(connection, AddedResiduals)
+        self.read: tuple[int, Tensor] | None = None
         self.learns = torch.is_grad_enabled()
         # Opened by the list itself, not by the parent.
         self.inner = False
@@ -133,7 +137,7 @@ class Pass:
 
         self.check(k, "input", x)
         if k == 0:
-            x = self.push(x, 0)
+            x = self._passed_on(self.push(x, 0), x, 0)
         eager = not torch.compiler.is_compiling()
         given = [x, *rest, *others.values()]
         if eager and pushed == self.settings.reads * k + 1:
@@ -155,10 +159,11 @@ class Pass:
             )
         if self.settings.sublayers:
             result, y = result
-        else:
-            y = self._output(k, x, result)
-            y = y - x if self.settings.added else y
-        following = self.push(y, self.settings.reads * (k + 1))
+        total = self._output(k, x, result)
+        if not self.settings.sublayers:
+            y = total - x if self.settings.added else total
+        row = self.settings.reads * (k + 1)
+        following = self._passed_on(self.push(y, row), total, row)
         if not isinstance(result, tuple):
             return following
         self.beside = [
@@ -167,6 +172,40 @@ class Pass:
         ]  # fmt: skip
         returned = (following, *result[1:])
         return type(result)(*returned) if hasattr(result, "_fields") else returned
+
+    def _passed_on(self, read: Tensor, h: Tensor, row: int) -> Tensor:
+        """What the loop passes on: the row or, where rows are added to the layers' own sums, h; and
+        at the end their sum."""
+        if not self.adds:
+            return read
+        if row == self.connection.rows - 1:
+            self.read = None
+            return self.added(h, read, row)
+        self.row = None
+        if not self.history.closed:
+            self.read = row, read
+        return h
+
+    def added(self, h: Tensor, read: Tensor, row: int) -> Tensor:
+        return cast(AddedResiduals, self.connection).add(h, read, row)
+
+    def first_read(self, row: int, h: Tensor) -> Tensor:
+        """What the first norm of a layer gets, whose input is h."""
+        if not self.adds:
+            return h
+        if self.read is not None and self.read[0] == row:
+            read = self.read[1]
+        else:
+            # Backward runs the layer again. Checkpointing counts what autograd saves, so this row
+            # must need a gradient as the first one did.
+            state = cast(DepthPass, self.history.state)
+            read = Row(state, row, h)()[0].requires_grad_(state.any_learns or row > state.lowest)
+        return self.added(h, read, row)
+
+    def later_read(self, h: Tensor, v: Tensor, row: int) -> Tensor:
+        """What a later norm gets, from what the sublayer before it has added."""
+        read = self.push(v, row)
+        return self.added(h, read, row) if self.adds else read
 
     def _output(self, k: int, x: Tensor, result: Any) -> Tensor:
         """The output in the result of layer k, whose input is x."""

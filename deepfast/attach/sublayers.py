@@ -232,12 +232,12 @@ class LayerRun:
         if number > self.number + 1:
             raise RuntimeError(f"{self._named(self.number + 1)} did not run before the next one")
         if number > 0:
-            self.row = self.run.push(self.end(given), len(sublayers) * self.k + number)
+            self.row = self.run.later_read(given, self.end(given), len(sublayers) * self.k + number)
         else:
             if eager:
                 self._check_first(given)
             # A wrapper such as FSDP may have put another tensor in the place of the row.
-            self.row = given
+            self.row = self.run.first_read(len(sublayers) * self.k, given)
         self.number, self.norms, self.before = number, 1, (given, version(given))
         if eager:
             # Backward may run the norm again with the same tensor, as checkpointing does.
@@ -409,7 +409,8 @@ class Read(Hook):
         if last is not None and (last.run, last.k, last.number) == (run, k, self.number):
             return last.row
         # The tensor only gives the shape of what was pushed in forward.
-        row = run.push(given, run.settings.reads * k + self.number) if self.number else given
+        index = run.settings.reads * k + self.number
+        row = run.later_read(given, given, index) if self.number else run.first_read(index, given)
         if not newest or newest[0].task != task:
             # Another thread may end the backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(newest.clear)

@@ -1,5 +1,6 @@
 """A read for each sublayer of somebody else's layer, against the literal loop over sublayers."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -68,24 +69,35 @@ def connected(layer=TwoParts, sublayers=NAMES, **options):
     return model
 
 
-def literal(model, x, query):
-    """x_r = sum_k softmax_k(q_r . RMSNorm(v_k)) v_k: v_0 is x, and each sublayer adds one."""
+def literal(model, x, query, gamma=None):
+    """x_r = sum_k softmax_k(q_r . RMSNorm(v_k)) v_k: v_0 is x, and each sublayer adds one. With
+    gamma x_r = sum_k v_k + gamma_r times that."""
     states = [x]
+
+    def read():
+        row = len(states) - 1
+        found = full(states, query, row)
+        return found if gamma is None else sum(states) + gamma[row] * found
+
     for layer in model.blocks:
         for part in layer.parts():
-            states.append(part(lambda: full(states, query, len(states) - 1)))
-    return full(states, query, len(states) - 1)
+            states.append(part(read))
+    return read()
 
 
 def both(model):
     """Output and gradients of a connected model, and those of the literal loop."""
     x = X.double().requires_grad_()
     plain = copy.deepcopy(model)
-    query = plain.depth_connection.query
+    connection = plain.depth_connection
+    query, gamma = connection.query, getattr(connection, "gamma", None)
     deepfast.disconnect(plain)
     found = []
-    for out in (model(x), literal(plain, x, query)):
-        parameters = [*plain.parameters(), query] if found else [*model.parameters()]
+    own = [*plain.parameters(), query, *([] if gamma is None else [gamma])]
+    if hasattr(connection, "gamma") and gamma is None:
+        gamma = torch.ones(connection.rows)
+    for out in (model(x), literal(plain, x, query, gamma)):
+        parameters = own if found else [*model.parameters()]
         grads = torch.autograd.grad(out.square().mean(), [x, *parameters])
         found.append([out.detach(), *grads])
     return found
@@ -224,24 +236,64 @@ def test_norms_that_get_their_input_by_keyword():
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer", "layer+input"])
-def test_nothing_is_left_of_a_step(recompute):
-    model, kept = connected(recompute=recompute), []
+@pytest.mark.parametrize("options", [
+    {}, {"recompute": "layer"}, {"recompute": "layer+input"}, {"additive": "gated"},
+    {"additive": "gated", "recompute": "layer"},
+])  # fmt: skip
+@pytest.mark.parametrize("what", ["step", "forward", "error"])
+def test_nothing_is_left_of_a_pass(options, what):
+    model, kept = connected(**options), []
     hook = model.depth_connection.register_forward_hook(
         lambda _m, args, _out: kept.append(weakref.ref(args[1].state))
     )
+    if what == "error":
+        model.blocks[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     for _ in range(2):
-        model(X.double().requires_grad_()).sum().backward()
+        with contextlib.suppress(ZeroDivisionError):
+            out = model(X.double().requires_grad_())
+            if what == "step":
+                out.sum().backward()
+            del out
     hook.remove()
     gc.collect()
     assert kept
     assert all(state() is None for state in kept)
 
 
+@pytest.mark.parametrize("layer", [TwoParts, Checkpointed, CheckpointedParts, Differences])
+@pytest.mark.parametrize("options", [
+    {"additive": "gated"}, {"additive": "one"}, {"additive": "gated", "recompute": "layer"},
+])  # fmt: skip
+def test_added_to_the_layers_own_sums(layer, options):
+    names = [("norm1", None), ("norm2", None)] if layer is Differences else NAMES
+    if "recompute" in options and issubclass(layer, Checkpointed | CheckpointedParts):
+        pytest.skip("a layer that checkpoints itself needs recompute='none'")
+    got, wanted = both(connected(layer, names, **options))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_model_begins_as_itself(dtype):
+    torch.manual_seed(0)
+    model = perturbed(Loop(layer=TwoParts)).to(dtype)
+    x = X.to(dtype)
+    wanted = model(x)
+    options = {"connection": "attnres", "sublayers": NAMES, "additive": "gated"}
+    made = deepfast.connect(model, norm="pre", **options)
+    assert torch.equal(model(x), wanted)
+    # One step moves every gate, though the queries begin at 0.
+    model(x).float().square().mean().backward()
+    assert (made.gamma.grad != 0).all()
+    made.gamma.data.add_(1)
+    made.reset_parameters()
+    assert not made.gamma.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"additive": "gated"}])
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled(whole):
+def test_compiled(whole, options):
     torch._dynamo.reset()
-    model = connected()
+    model = connected(**options)
     wanted, _ = both(model)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if whole else model
     for block in () if whole else model.blocks:
@@ -407,6 +459,14 @@ def test_rounding_is_no_misfit(dtype):
         ([("norm1", "attn"), ("norm2", "attn")], {}, ValueError, "'attn' stands in two places"),
         (NAMES, {"connection": "dlcl"}, ValueError, "sublayers needs attention residuals"),
         (NAMES, {"norm": "post"}, ValueError, "needs norm='pre', got 'post'"),
+        (None, {"additive": "gated"}, ValueError, "additive='gated' needs sublayers=, got None"),
+        (NAMES, {"additive": "two"}, ValueError, "additive must be one of gated, one, got 'two'"),
+        (
+            NAMES,
+            {"additive": "one", "recompute": "layer+input"},
+            ValueError,
+            "expected recompute='none' or 'layer', got 'layer\\+input'",
+        ),
         (NAMES, {"reads": 2}, ValueError, "expected sublayers= in place of reads=, got reads=2"),
     ],
 )

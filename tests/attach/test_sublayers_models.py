@@ -157,7 +157,10 @@ class Literal(nn.Module):
 
     def read(self):
         c = self.connection[0]
-        x = full(self.states, c.query, len(self.states) - 1, c.eps)
+        row = len(self.states) - 1
+        x = full(self.states, c.query, row, c.eps)
+        if hasattr(c, "gamma"):
+            x = sum(self.states) + c.gamma[row] * x
         return x.to(self.states[0].dtype)
 
     def forward(self, x, *args, **kwargs):
@@ -209,12 +212,21 @@ def case(request):
     return CASES[request.param]
 
 
-def test_same_as_the_literal_loop(case):
+@pytest.mark.parametrize("options", [{}, {"additive": "gated"}])
+def test_same_as_the_literal_loop(case, options):
     plain = perturbed(case.make()).double()
-    model = connect(case, copy.deepcopy(plain)).double()
+    model = connect(case, copy.deepcopy(plain), **options).double()
     wanted = outcome(case, plain, literal_of(case, plain, model))
     got = outcome(case, model, dict(model.named_parameters()))
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_a_gated_model_begins_as_the_plain_one(case):
+    """Not one bit of the output changes."""
+    model = perturbed(case.make())
+    before = case.run(model)
+    case.connect(model, "attnres", sublayers="auto", additive="gated")
+    assert torch.equal(case.run(model), before)
 
 
 def drop(model, p=0.1):
