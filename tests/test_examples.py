@@ -181,6 +181,16 @@ def test_pretrained(load, transformers, capsys, tmp_path):
     assert "saved and loaded: True" in said
 
 
+def test_attention_residuals(load, transformers, capsys):
+    example = load("attention_residuals.py")
+    example.LAYERS, example.DIM, example.BATCH = 2, 16, 4
+    model, losses, plain = example.main(steps=30)
+    assert max(losses[-5:]) < losses[0]
+    assert losses[0] == plain[0]
+    assert (model.model.depth_connection.gamma != 0).all()
+    assert "equal logits: True" in capsys.readouterr().out
+
+
 def cells(name):
     """The code of a notebook's cells; they hold no results."""
     notebook = json.loads((EXAMPLES / name).read_text())
