@@ -181,6 +181,12 @@ class _Layer(nn.Module):
                 {part: kind(self.dim, backend=backend) for part in self.parts}
             )
 
+    @torch.no_grad()
+    def _scale_outputs(self, factor: float) -> None:
+        attentions = [self.attention] + ([self.cross_attention] if self.crosses else [])
+        for linear in (*(attention.out for attention in attentions), self.feed_forward.down):
+            linear.weight.mul_(factor)
+
     def _again(self, norm: Norm, n: Tensor, x: Tensor) -> Recompute | None:
         """What gives n = norm(x) in backward, so that autograd keeps x alone."""
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()

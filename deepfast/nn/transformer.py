@@ -54,6 +54,7 @@ class _Stack(nn.Module):
         block: int | None = None,
         reads: int | None = None,
         decoder_layers: int | None = None,
+        depth_init: bool = False,
         recompute: str | Sequence[str] | object = "none",
         backend: str | None = None,
     ):
@@ -86,8 +87,12 @@ class _Stack(nn.Module):
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
-        for layer in self.layers if self.scaled else ():
-            layer._scale(self.alpha, beta, self.scaled == "keel")
+        checks.flag(op, depth_init=depth_init)
+        for layer in self.layers:
+            if self.scaled:
+                layer._scale(self.alpha, beta, self.scaled == "keel")
+            if depth_init:
+                layer._scale_outputs((len(self.layer.parts) * num_layers) ** -0.5)
         self.set_recompute(recompute)
 
     def _scales(
@@ -207,6 +212,9 @@ class TransformerEncoder(_Stack):
         block: layers per block under "block_attnres"; None for an eighth of the layers, rounded up.
         reads: under "attnres" and "block_attnres", how often a layer pushes and reads: 2 (or None):
             each of its sublayers does, also the three of a decoder layer; 1: the layer does once.
+        depth_init: whether the output projections of attention and feed-forward block begin smaller
+            by 1 / sqrt(sublayers of the stack): 1 / sqrt(2 L) in an encoder. The sum over all
+            branches then begins with a variance that does not grow with the depth.
         decoder_layers: under "deepnorm", M, the decoder's layers; None without a decoder.
         latent: further arguments of `LatentDepth`, such as ``{"languages": 3, "hard": True}``.
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
@@ -219,7 +227,7 @@ class TransformerEncoder(_Stack):
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
     depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
     et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Chen and Wei 2026
-    (arXiv 2601.19895) for KEEL.
+    (arXiv 2601.19895) for KEEL; Radford et al., GPT-2, 2019, for depth_init.
     """
 
     layer, planned = TransformerEncoderLayer, "recompute"

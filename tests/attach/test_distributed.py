@@ -19,6 +19,7 @@ MODELS = [
     "sequential/none",
     "sequential/layer+input",
     "torch pre-norm/sublayers",
+    "torch pre-norm/gated",
 ]
 if importlib.util.find_spec("transformers") is not None:
     MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch",
@@ -37,12 +38,15 @@ def fsdp(model, case):
 
 
 def step(form, name, what):
-    """what: the recompute policy of a connected model, "patch", or "sublayers" that read."""
+    """what: the recompute policy of a connected model, "patch", or "sublayers" that read, or
+    "gated" that do so on top of the residual stream."""
     case = CASES[name]
     torch.manual_seed(0)
     plain, inputs = perturbed(case.make()), batch(padded=True)
-    if what == "sublayers":
-        case.connect(plain, "attnres", sublayers="auto")
+    if what in ("sublayers", "gated"):
+        additive = what if what == "gated" else None
+        for made in case.connect(plain, "attnres", sublayers="auto", additive=additive).values():
+            perturbed(made)
     elif what != "patch":
         case.connect(plain, recompute=what)
     wrapped = copy.deepcopy(plain)

@@ -69,6 +69,19 @@ def test_encoder_and_decoder():
     compare(TransformerDecoder(2, D, H, FFN, **options), (3 * 2) ** 0.25, encoded)
 
 
+@pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
+def test_depth_init(kind, parts):
+    """Only the output projections begin smaller."""
+    states = []
+    for depth_init in (False, True):
+        torch.manual_seed(0)
+        states.append(kind(5, D, H, FFN, depth_init=depth_init).state_dict())
+    for name, value in states[0].items():
+        smaller = name.endswith(("attention.out.weight", "down.weight"))
+        factor = (parts * 5) ** -0.5 if smaller else 1
+        torch.testing.assert_close(states[1][name], value * factor)
+
+
 @pytest.mark.parametrize("recompute", ["none", "ffn", "ffn+qkv", "layer"])
 def test_keel(recompute):
     options = {"connection": "residual", "norm": "keel", "dropout": 0.0, "recompute": recompute}
