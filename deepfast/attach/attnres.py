@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.parent import attachment_of
 from deepfast.attach.passes import NAME
 from deepfast.depth.attention_residuals import AttentionResiduals
@@ -85,6 +86,8 @@ def _places(op: str, model: nn.Module) -> list[Place]:
                 f"have, got reads={place.residuals.reads} and "
                 f"norm_affine={place.residuals.norm_weight is not None}"
             )
+        if isinstance(place.residuals, AddedResiduals):
+            raise ValueError(f"{op}: expected additive=None, which these checkpoints do not have")
         for name, value in (("scale", 1), ("score_function", "softmax"), ("window", None)):
             if getattr(place.residuals, name) != value:
                 raise ValueError(

@@ -162,6 +162,14 @@ def test_errors(call, error, message):
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
 
 
+def test_a_read_on_top_of_the_residual_stream_has_no_such_checkpoint():
+    model, names = Model(), (("attn_norm", "attn"), ("mlp_norm", "mlp"))
+    options = deepfast.attnres_options(FULL) | {"sublayers": names, "additive": "one"}
+    deepfast.connect(model.model, "layers", norm="pre", dim=D, **options)
+    with pytest.raises(ValueError, match="expected additive=None"):
+        deepfast.load_attnres(model, checkpoint("fla"))
+
+
 def test_one_read_a_layer_has_no_such_checkpoint():
     model = Model()
     deepfast.connect(model.model, "layers", norm="pre", dim=D, connection="attnres")

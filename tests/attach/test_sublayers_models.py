@@ -378,3 +378,22 @@ def test_lora(name, target):
     learning = {n for n, p in tuned.named_parameters() if p.requires_grad}
     assert any("depth_connection" in n for n in learning)
     assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("sublayers", ["auto", (("ln_1", "attn"), ("ln_2", "mlp"))])
+def test_save_and_load(sublayers, tmp_path):
+    """The config has the names of the sublayers."""
+    case = CASES["gpt2"]
+    plain = perturbed(case.make()).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    cls = deepfast.connected(
+        type(plain), "transformer", "h", norm="pre", connection="attnres", sublayers=sublayers,
+        additive="gated",
+    )  # fmt: skip
+    model = cls.from_pretrained(tmp_path / "plain").eval()
+    assert torch.equal(case.run(model), case.run(plain))
+    perturbed(model.transformer.depth_connection)
+    model.save_pretrained(tmp_path / "connected")
+    for again in (cls, deepfast.connected(type(plain))):
+        loaded = again.from_pretrained(tmp_path / "connected").eval()
+        assert torch.equal(case.run(loaded), case.run(model))
