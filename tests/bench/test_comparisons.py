@@ -142,6 +142,8 @@ def test_the_forms_compute_the_same(form, monkeypatch):
 @pytest.mark.parametrize("group", claims.GROUPS)
 def test_claims(results, monkeypatch, group):
     """Every number that a group measures is one of the file."""
+    if group in claims.EXTRA:
+        pytest.importorskip("transformers")
     known = {key for key, _ in record.read(record.FILE)}
     for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 2, "TOKENS": 4}.items():
         monkeypatch.setattr(claims, name, value)
@@ -150,7 +152,7 @@ def test_claims(results, monkeypatch, group):
     assert claims.main([group, "--rounds", "1", "--threads", "1"]) == 0
     rows = record.read()
     assert {key for key, _ in rows} <= known
-    assert len(rows) >= 4
+    assert len(rows) >= 3
     assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())
 
 
