@@ -3,17 +3,19 @@
 import inspect
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepfast import checks
-from deepfast.attach.additive import KINDS, AddedResiduals
+from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
-from deepfast.attach.sublayers import Hooked, find
-from deepfast.connections import BLOCKS, CONNECTIONS, names
+from deepfast.attach.reads import Hooked, check_free
+from deepfast.attach.sublayers import find
+from deepfast.connections import CONNECTIONS, names
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
@@ -124,6 +126,7 @@ def connect(
         )
     where, found = _find_layers(parent, layers)
     parts = () if sublayers is None else find([*found], sublayers)
+    check_free(found, parts)
     for name in ("layerdrop", "layer_drop"):
         if getattr(parent, name, 0):
             raise ValueError(
@@ -145,7 +148,6 @@ def connect(
                 f"{OP}: {additive=} keeps the input of every layer, its own sum; expected "
                 "recompute='none' or 'layer', got 'layer+input'"
             )
-        checks.choice(OP, KINDS, additive=additive)
         options = options | {"additive": additive}
     made = _make(len(found), dim, norm, connection, options, len(parts))
     weight = next(found.parameters(), None)
@@ -285,8 +287,7 @@ def _make(
             raise ValueError(
                 f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="
             )
-    if "additive" in options and connection == "block_attnres":
-        options = {"block": -(-layers // BLOCKS)} | options
+    make = class_of(connection).make_depth
     if "additive" in options:
-        return AddedResiduals(layers, dim, **options)
-    return class_of(connection).make_depth(connection, layers, dim, norm, options)
+        make = partial(make, kind=AddedResiduals)
+    return make(connection, layers, dim, norm, options)

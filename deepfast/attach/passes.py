@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.attach.additive import AddedResiduals
-from deepfast.attach.sublayers import LayerRun, Sublayer, running, version
+from deepfast.attach.reads import LayerRun, running, version
+from deepfast.attach.sublayers import Sublayer
 from deepfast.depth.boundary import DepthHistory, recompute_row
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.depth_pass import DepthPass
@@ -41,9 +42,9 @@ class Settings(NamedTuple):
     """What autograd keeps of a layer."""
     inplace: bool
     """Whether backward may overwrite states with gradients."""
-    sublayers: tuple[Sublayer, ...] = ()
+    sublayers: tuple[Sublayer, ...]
     """Those of a layer that read; none if the layer reads once."""
-    checked: Any = frozenset()
+    checked: set[tuple[int, int]]
     """Layers and sublayers, by number, that were seen to add what their last module returns."""
 
     @property
@@ -125,15 +126,22 @@ class Pass:
         def run(x: Tensor) -> Any:
             return layer(**{name: x}, **others) if named else layer(x, *rest, **others)
 
-        def run_reading(x: Tensor) -> tuple[Any, Tensor]:
-            """The layer's result, and what its last sublayer adds."""
+        def once(x: Tensor) -> tuple[Any, Tensor, Tensor]:
+            """The layer's result, its output, and what is pushed."""
+            result = run(x)
+            y = self._output(k, x, result)
+            return result, y, y - x if self.settings.added else y
+
+        def reading(x: Tensor) -> tuple[Any, Tensor, Tensor]:
+            """The same where sublayers read."""
             now, inside = running(), LayerRun(self, k, x)
             outer, now.layer = now.layer, inside
             try:
                 result = run(x)
             finally:
                 now.layer = outer
-            return result, inside.last(self._output(k, x, result))
+            y = self._output(k, x, result)
+            return result, y, inside.last(y)
 
         self.check(k, "input", x)
         if k == 0:
@@ -143,27 +151,23 @@ class Pass:
         if eager and pushed == self.settings.reads * k + 1:
             self._check_passed_on(k, x, given)
         again = self.settings.recompute != "none" and torch.is_grad_enabled()
-        before = version(x) if eager else 0
-        call = run_reading if self.settings.sublayers else run
+        before = version(x)
+        call = reading if self.settings.sublayers else once
         if not again:
-            result = call(x)
+            result, y, pushed_y = call(x)
         elif eager:
             options = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
-            result = rerun(layer, call, (x,), self._inputs(this, x, options), options)
+            inputs = self._inputs(this, x, options)
+            result, y, pushed_y = rerun(layer, call, (x,), inputs, options)
         else:
-            result = checkpoint(call, x, use_reentrant=False)
-        if eager and (self.settings.added or again) and version(x) != before:
+            result, y, pushed_y = checkpoint(call, x, use_reentrant=False)
+        if (self.settings.added or again) and version(x) != before:
             raise RuntimeError(
                 f"{this} modifies its input in place; attention residuals need layers that do not, "
                 "and so does every recompute policy but 'none'"
             )
-        if self.settings.sublayers:
-            result, y = result
-        total = self._output(k, x, result)
-        if not self.settings.sublayers:
-            y = total - x if self.settings.added else total
         row = self.settings.reads * (k + 1)
-        following = self._passed_on(self.push(y, row), total, row)
+        following = self._passed_on(self.push(pushed_y, row), y, row)
         if not isinstance(result, tuple):
             return following
         self.beside = [

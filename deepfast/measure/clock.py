@@ -38,6 +38,8 @@ class Row:
     """The same number, from a closed form."""
     resident_bytes: int | None = None
     """Highest resident memory of the process in that run."""
+    counted: bool = True
+    """Whether its memory is counted. What counts it keeps `torch.compile` from running its code."""
     note: str | None = None
     """Why a number is missing, or how this row was measured differently from the rest."""
 

@@ -41,9 +41,6 @@ class Turns:
     dropped. Its method ``run`` takes a variant's name and leaves no gradients."""
     rounds: int = 0
     """How often each variant is timed."""
-    uncounted: tuple[str, ...] = ()
-    """Variants that run once without their memory counted: what counts it keeps `torch.compile`
-    from running its code."""
 
     def jobs(self) -> list[Job]:
         """The jobs that fill the rows."""
@@ -53,30 +50,32 @@ class Turns:
             label = f"{self.label}, {row.variant}: {what}"
             return Job(self.part, label, partial(fill, row, case))
 
-        jobs = [job(row, "memory", self._count) for row in self.rows]
-        jobs += [job(row, "time", self._time) for _ in range(self.rounds) for row in self.rows]
+        jobs = [job(row, "memory", _count) for row in self.rows]
+        jobs += [job(row, "time", _time) for _ in range(self.rounds) for row in self.rows]
         return jobs
 
-    def _count(self, row: Row, case: Callable[[], Any]) -> None:
-        """One run with its memory counted, which is also the warm-up of the timed runs."""
-        free = free_bytes() - GIB
-        if row.predicted_bytes is not None and row.predicted_bytes > free:
-            row.note = (
-                f"does not fit: needs {row.predicted_bytes / GIB:.2g} GiB, "
-                f"{max(free, 0) / GIB:.2g} GiB are free"
-            )
-            return
-        run = partial(case().run, row.variant)
-        if row.variant in self.uncounted:
-            run()
-            return
-        with ResidentPeak() as resident, LiveBytes() as live:
-            run()
-        row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
 
-    def _time(self, row: Row, case: Callable[[], Any]) -> None:
-        if row.peak_bytes is not None or row.variant in self.uncounted:
-            row.seconds.append(on_cpu(partial(case().run, row.variant)))
+def _count(row: Row, case: Callable[[], Any]) -> None:
+    """One run with its memory counted, which is also the warm-up of the timed runs."""
+    free = free_bytes() - GIB
+    if row.predicted_bytes is not None and row.predicted_bytes > free:
+        row.note = (
+            f"does not fit: needs {row.predicted_bytes / GIB:.2g} GiB, "
+            f"{max(free, 0) / GIB:.2g} GiB are free"
+        )
+        return
+    run = partial(case().run, row.variant)
+    if not row.counted:
+        run()
+        return
+    with ResidentPeak() as resident, LiveBytes() as live:
+        run()
+    row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
+
+
+def _time(row: Row, case: Callable[[], Any]) -> None:
+    if row.peak_bytes is not None or not row.counted:
+        row.seconds.append(on_cpu(partial(case().run, row.variant)))
 
 
 def run_jobs(jobs: list[Job], seconds: dict[str, float]) -> None:

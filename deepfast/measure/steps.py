@@ -38,10 +38,9 @@ def steps(settings: Settings) -> list[Turns]:
         states = (10 + settings.ffn_dim // settings.dim) * depth + _stacks(depth)
         rows[-1].predicted_bytes = states * settings.state_bytes
         if depth <= settings.compile_up_to:
-            rows.append(_row(settings, depth, COMPILED))
+            rows.append(_row(settings, depth, COMPILED, counted=False))
         make = partial(StepCase, settings, depth)
-        turns = Turns("a step", f"{depth} layers", rows, make, settings.rounds, (COMPILED,))
-        found.append(turns)
+        found.append(Turns("a step", f"{depth} layers", rows, make, settings.rounds))
     return found
 
 
@@ -75,10 +74,10 @@ class MixingCase:
         self.dlcl.zero_grad(set_to_none=True)
 
 
-def _row(settings: Settings, depth: int, variant: str) -> Row:
+def _row(settings: Settings, depth: int, variant: str, counted: bool = True) -> Row:
     moved = states_moved(variant, depth)
     return Row(
-        variant=variant, depth=depth, tokens=settings.tokens,
+        variant=variant, depth=depth, tokens=settings.tokens, counted=counted,
         nbytes=None if moved is None else moved * settings.state_bytes,
     )  # fmt: skip
 

@@ -143,10 +143,9 @@ class MultiheadAttention(nn.Module):
 
     @torch.no_grad()
     def _scale_values(self, factor: float) -> None:
-        """Scales the projections to values and to the output."""
+        """Scales the projection to values."""
         values: nn.Linear = self.key_value if self.cross else self.query_key_value
         values.weight[-self._shares("key_value")[-1] :].mul_(factor)
-        self.out.weight.mul_(factor)
 
     def _shares(self, name: str) -> list[int]:
         """Channels of the results of a projection: queries, or keys and values, or all three."""

@@ -167,11 +167,10 @@ class _Layer(nn.Module):
         The stack runs the layer with a gate of 1 / alpha, for which the norms have another eps:
         ``LN(alpha * z; eps) = LN(z; eps / alpha^2)``.
         """
-        attentions = [self.attention] + ([self.cross_attention] if self.crosses else [])
-        for attention in attentions:
+        for attention in self._attentions():
             attention._scale_values(beta)
-        for linear in (self.feed_forward.up, self.feed_forward.down):
-            linear.weight.mul_(beta)
+        self.feed_forward.up.weight.mul_(beta)
+        self._scale_outputs(beta)
         for norm in self.modules():
             if isinstance(norm, LayerNorm | RMSNorm):
                 norm.eps /= alpha**2
@@ -181,10 +180,12 @@ class _Layer(nn.Module):
                 {part: kind(self.dim, backend=backend) for part in self.parts}
             )
 
+    def _attentions(self) -> list[MultiheadAttention]:
+        return [self.attention, self.cross_attention] if self.crosses else [self.attention]
+
     @torch.no_grad()
     def _scale_outputs(self, factor: float) -> None:
-        attentions = [self.attention] + ([self.cross_attention] if self.crosses else [])
-        for linear in (*(attention.out for attention in attentions), self.feed_forward.down):
+        for linear in (*(a.out for a in self._attentions()), self.feed_forward.down):
             linear.weight.mul_(factor)
 
     def _again(self, norm: Norm, n: Tensor, x: Tensor) -> Recompute | None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
-from deepfast.attach.sublayers import RUNNING
+from deepfast.attach.reads import RUNNING
 from deepfast.reference.attention_residuals import full
 from tests.attach.models import D, Loop, X, perturbed, torch_encoder
 
@@ -505,6 +505,25 @@ def test_layers_that_do_not_fit_leave_the_model_as_it_was(layers, message):
         deepfast.connect(model, norm="pre", connection="attnres", sublayers=NAMES)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == before
     assert "depth_connection" not in dict(model.named_children())
+
+
+class Nested(TwoParts):
+    """Its second sublayer is a connected model."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Loop(layers=2, layer=TwoParts)
+        deepfast.connect(self.mlp, norm="pre", connection="attnres", sublayers=NAMES)
+
+
+def test_a_connected_model_in_a_layer():
+    model = connected(Nested)
+    got, wanted = both(model)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    inner = model.blocks[0].mlp
+    before = inner(X.double())
+    deepfast.disconnect(model)
+    assert torch.equal(inner(X.double()), before)
 
 
 def test_a_layer_that_stands_in_two_places():

@@ -23,11 +23,12 @@ class Attended(Mixed):
 
     @staticmethod
     def make_depth(
-        connection: str, num_layers: int, dim: int, norm: str | None, given: dict
-    ) -> DepthConnection:
+        connection: str, num_layers: int, dim: int, norm: str | None, given: dict,
+        kind: type[AttentionResiduals] = AttentionResiduals,
+    ) -> DepthConnection:  # fmt: skip
         if connection == "block_attnres" and given.get("block") is None:
             given = given | {"block": -(-num_layers // BLOCKS)}
-        return AttentionResiduals(num_layers, dim, **given)
+        return kind(num_layers, dim, **given)
 
     def make_children(self, options: Options) -> None:
         given = {"reads": self.reads, "block": options.block, "state_dtype": None}
