@@ -2,6 +2,7 @@
 run and compare them."""
 
 import contextlib
+import copy
 import importlib.metadata
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import deepfast
+from deepfast.attach.passes import NAME
 
 D, L, VOCAB, LENGTH = 32, 3, 50, 9
 
@@ -160,6 +162,48 @@ class Case(NamedTuple):
 
 def ids(rows=2, length=7, seed=1):
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class InPlace(nn.Module):
+    """In place of layer k, with its attributes, in a literal loop over ``states``."""
+
+    def __init__(self, layer, k, states, connection):
+        super().__init__()
+        self.inner, self.k, self.states = layer, k, states
+        # Its parameters are not the layer's.
+        self.connection = [connection]
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def literal_of(case, plain, connected, kind):
+    """Puts the literal loop of ``kind`` into ``plain``, with copies of the connections of
+    ``connected``.
+
+    Returns:
+        The parameters by the names that they have in ``connected``.
+    """
+    named = {}
+    for path, parent, layers in case.places(plain):
+        connection = copy.deepcopy(connected.get_submodule(path)._modules[NAME])
+        found, states = getattr(parent, layers) if layers else parent, []
+        for k, layer in enumerate(found):
+            found[k] = kind(layer, k, states, connection)
+        for name, p in connection.named_parameters():
+            named[".".join(filter(None, (path, NAME, name)))] = p
+    return named | {name.replace(".inner.", "."): p for name, p in plain.named_parameters()}
+
+
+def outcome(case, model, named):
+    """The output and all gradients, by name."""
+    out = case.run(model)
+    out.square().mean().backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+    return {"output": out.detach(), **grads}
 
 
 def _timm():

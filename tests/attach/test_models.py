@@ -5,14 +5,20 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import deepfast
-from deepfast.attach.passes import NAME
 from deepfast.depth.connection import DepthConnection
 from deepfast.reference.attention_residuals import full
 from deepfast.reference.depth_mix import dlcl
-from tests.attach.models import CASES, assert_same, gradients, perturbed
+from tests.attach.models import (
+    CASES,
+    InPlace,
+    assert_same,
+    gradients,
+    literal_of,
+    outcome,
+    perturbed,
+)
 
 
 @pytest.fixture(params=CASES)
@@ -20,20 +26,8 @@ def case(request):
     return CASES[request.param]
 
 
-class Literal(nn.Module):
-    """In place of a layer: runs it, then computes the next layer's input."""
-
-    def __init__(self, layer, k, states, connection):
-        super().__init__()
-        self.inner, self.k, self.states = layer, k, states
-        # Its parameters are not the layer's.
-        self.connection = [connection]
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
+class Literal(InPlace):
+    """Runs the layer, then computes the next layer's input."""
 
     def mixed(self):
         c, row = self.connection[0], len(self.states) - 1
@@ -55,31 +49,6 @@ class Literal(nn.Module):
         return (y, *result[1:]) if isinstance(result, tuple) else y
 
 
-def literal_of(case, plain, connected):
-    """Puts the literal loop into ``plain``, with copies of the connections of ``connected``.
-
-    Returns:
-        The parameters by the names that they have in ``connected``.
-    """
-    named = {}
-    for path, parent, layers in case.places(plain):
-        connection = copy.deepcopy(connected.get_submodule(path)._modules[NAME])
-        found, states = getattr(parent, layers) if layers else parent, []
-        for k, layer in enumerate(found):
-            found[k] = Literal(layer, k, states, connection)
-        for name, p in connection.named_parameters():
-            named[".".join(filter(None, (path, NAME, name)))] = p
-    return named | {name.replace(".inner.", "."): p for name, p in plain.named_parameters()}
-
-
-def results(case, model, named):
-    """The output and all gradients, by name."""
-    out = case.run(model)
-    out.square().mean().backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return {"output": out.detach(), **grads}
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("dlcl", {}), ("dlcl", {"norm_type": "rms"}), ("denseformer", {}), ("attnres", {})],
@@ -92,8 +61,8 @@ def test_same_as_a_literal_loop(case, kind, options):
     case.connect(model, kind, **options)
     for connection in (m for m in model.modules() if isinstance(m, DepthConnection)):
         perturbed(connection)
-    wanted = results(case, plain, literal_of(case, plain, model))
-    assert_same(results(case, model, dict(model.named_parameters())), wanted)
+    wanted = outcome(case, plain, literal_of(case, plain, model, Literal))
+    assert_same(outcome(case, model, dict(model.named_parameters())), wanted)
 
 
 def test_denseformer_begins_as_the_plain_model(case):

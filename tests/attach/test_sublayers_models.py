@@ -14,12 +14,15 @@ from tests.attach.models import (
     SEQ2SEQ,
     TRANSFORMERS,
     Case,
+    InPlace,
     _hf,
     _numbers,
     assert_same,
     fresh,
     gradients,
     ids,
+    literal_of,
+    outcome,
     perturbed,
 )
 
@@ -142,18 +145,8 @@ PARTS = {
 }  # fmt: skip
 
 
-class Literal(nn.Module):
-    """In place of layer k: x_r = sum_j softmax_j(q_r . RMSNorm(v_j)) v_j for each sublayer."""
-
-    def __init__(self, layer, k, states, connection):
-        super().__init__()
-        self.inner, self.k, self.states, self.connection = layer, k, states, [connection]
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
+class Literal(InPlace):
+    """x_r = sum_j softmax_j(q_r . RMSNorm(v_j)) v_j for each sublayer."""
 
     def read(self):
         c = self.connection[0]
@@ -178,33 +171,11 @@ class Literal(nn.Module):
         return x if rest is None else (x, *rest)
 
 
-def literal_of(case, plain, connected):
-    """Puts the literal loop into ``plain``; returns its parameters by their names in
-    ``connected``."""
-    named = {}
-    for path, parent, layers in case.places(plain):
-        connection = copy.deepcopy(connected.get_submodule(path)._modules[NAME])
-        found, states = getattr(parent, layers), []
-        for k, layer in enumerate(found):
-            found[k] = Literal(layer, k, states, connection)
-        for name, p in connection.named_parameters():
-            named[".".join(filter(None, (path, NAME, name)))] = p
-    return named | {name.replace(".inner.", "."): p for name, p in plain.named_parameters()}
-
-
 def connect(case, model, **options):
     case.connect(model, "attnres", sublayers="auto", **options)
     for _, parent, _ in case.places(model):
         perturbed(parent._modules[NAME])
     return model
-
-
-def outcome(case, model, named):
-    """The output and all gradients, by name."""
-    out = case.run(model)
-    out.square().mean().backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return {"output": out.detach(), **grads}
 
 
 @pytest.fixture(params=CASES)
@@ -216,7 +187,7 @@ def case(request):
 def test_same_as_the_literal_loop(case, options):
     plain = perturbed(case.make()).double()
     model = connect(case, copy.deepcopy(plain), **options).double()
-    wanted = outcome(case, plain, literal_of(case, plain, model))
+    wanted = outcome(case, plain, literal_of(case, plain, model, Literal))
     got = outcome(case, model, dict(model.named_parameters()))
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
@@ -244,7 +215,7 @@ def test_dropout(case):
     """The same draws in the same order."""
     plain = drop(perturbed(case.make()).double())
     model = connect(case, copy.deepcopy(plain)).double()
-    named, found = literal_of(case, plain, model), []
+    named, found = literal_of(case, plain, model, Literal), []
     for run, names in ((plain, named), (model, dict(model.named_parameters()))):
         torch.manual_seed(5)
         found.append(outcome(case, run, names))
@@ -285,7 +256,7 @@ def test_bfloat16(case):
     """No further from the literal loop in float64 than that loop in bfloat16, nearly."""
     plain = perturbed(case.make())
     model = connect(case, copy.deepcopy(plain))
-    literal_of(case, plain, model)
+    literal_of(case, plain, model, Literal)
     exact = case.run(copy.deepcopy(plain).double())
     own, error = ((case.run(m.bfloat16()) - exact).norm() for m in (plain, model))
     assert error <= 1.5 * own
