@@ -39,8 +39,8 @@ class DepthHistory:
         block: rows per block, see `deepfast.depth`; None chooses by depth.
         eager: whether a push inside `torch.compile` leaves the graph and runs as in eager code, so
             that layers which push and are compiled one by one keep the memory and the traffic of
-            eager code. False traces it: a stack compiled as a whole is one graph, whose traffic is
-            quadratic in depth. None traces where the history is made inside the compiled function.
+            eager code. False traces it. None traces where the history is made inside the compiled
+            function: a stack compiled as a whole is one graph, with the launches of eager code.
     """
 
     def __init__(
@@ -65,10 +65,12 @@ class DepthHistory:
         # of backward.
         self.grad_mode = False
         self.task = -1
-        # A traced pass has no `state`. It keeps W and the states as they are mixed; the last push
-        # replaces the states by None.
-        self.traced_weight: Tensor | None = None
+        # A traced pass has no `state`. It keeps the connection's `pass_parameters` and, until the
+        # last push, the states as they are mixed; None each, where one compiled graph has the pass.
+        # A history from outside may be used by several graphs.
+        self.parameters: tuple[Tensor | None, ...] = ()
         self.traced: list[Tensor | None] = []
+        self.in_graph = torch.compiler.is_compiling()
         self.closed = False
 
     def __len__(self) -> int:
@@ -91,7 +93,7 @@ class DepthHistory:
         graph, the function and the history would otherwise keep each other alive.
         ``with DepthHistory() as history:`` closes it too.
         """
-        self.token = self.traced_weight = None
+        self.token, self.parameters = None, ()
         self.closed = True
 
     def __enter__(self) -> "DepthHistory":
@@ -102,6 +104,20 @@ class DepthHistory:
 
     def __repr__(self) -> str:
         return f"DepthHistory(states={len(self)}, inplace={self.inplace}, nbytes={self.nbytes})"
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a connection, see `DepthConnection.forward`."""
+
+    y: Tensor
+    history: DepthHistory
+    k: int | None = None
+    """The argument ``index``; a named tuple has a method of that name."""
+    residual: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    out_norm: OutNorm | None = None
+    return_x: bool = True
 
 
 class Push(NamedTuple):

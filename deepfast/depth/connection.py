@@ -2,14 +2,15 @@
 it belongs to."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.depth.boundary import DepthHistory, Parameters, Push, boundary, nearest_passes
+from deepfast.depth.boundary import Call, DepthHistory, Parameters, Push, boundary, nearest_passes
 from deepfast.depth.depth_pass import DepthPass, OutNorm
+from deepfast.depth.in_graph import CONNECTIONS
 from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
@@ -26,20 +27,6 @@ def part(parameter: Tensor, index) -> Tensor:
     view = parameter.detach()[index]
     view.__dict__.update(parameter.__dict__)
     return view
-
-
-class Call(NamedTuple):
-    """The arguments of one call of a connection, see `DepthConnection.forward`."""
-
-    y: Tensor
-    history: DepthHistory
-    k: int | None = None
-    """The argument ``index``; a named tuple has a method of that name."""
-    residual: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int | Tensor | None = None
-    out_norm: OutNorm | None = None
-    return_x: bool = True
 
 
 class DepthConnection(nn.Module):
@@ -76,6 +63,12 @@ class DepthConnection(nn.Module):
     traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
     """Inside torch.compile: row k from the states that it reads and the first of
     `pass_parameters`."""
+
+    def __new__(cls, *_, **__):
+        # Also where a connection is copied or loaded.
+        connection = super().__new__(cls)
+        CONNECTIONS[id(connection)] = connection
+        return connection
 
     def __init__(
         self,
@@ -211,7 +204,7 @@ class DepthConnection(nn.Module):
         block = history.block or default_block(self.rows)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
-        parameters = self.pass_parameters()
+        parameters = history.parameters or self.pass_parameters()
         run = self.pass_kind(self, y, self._schedules[block], history.inplace, begun, parameters)
         if self.shards is not None:
             parameters = self.shards.summed(*parameters)

@@ -15,6 +15,7 @@ from deepfast.depth.outside import Begun
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
 from deepfast.dtypes import compute_dtype
 from deepfast.ops.common import empty_slots
+from deepfast.ops.register import launch_ops
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
@@ -152,7 +153,10 @@ class DepthPass:
         ]
         self.learns = [learning and p is not None and p.requires_grad for p in parameters]
         self.like = self.parameters[0]
-        _, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, y.shape[-1])
+        width = y.shape[-1]
+        name, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, width)
+        if name != "cpu" and torch._guards.TracingContext.try_get():
+            self.launch = launch_ops(self.op, owner.backend)
         self.row_norms: Sequence[tuple | None] = (None,) * len(self.like)
         """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
         compute dtype."""

@@ -1,16 +1,15 @@
-"""A depth connection inside torch.compile: the same sums as one graph of registered ops.
+"""A depth connection in an exported program, or in several graphs: the same sums by registered ops.
 
-A compiled graph cannot hold the buffer of states that `DepthPass` reads and writes. Here each
-state is an ordinary tensor, and each row is one op over the states it reads. The result
-is the same, but the traffic is quadratic in depth, as in every functional form. For deep stacks
-compile the layers one by one: a push then breaks the graph and runs in eager code, see
-`DepthHistory`.
+Neither can hold the buffer of states that `DepthPass` reads and writes. Here each state is an
+ordinary tensor, and each row is one op over the states it reads. The result is the same, but the
+traffic is quadratic in depth. A pass that is in one compiled graph is in_graph.py's.
 """
 
 import torch
 from torch import Tensor
 
 from deepfast import ops
+from deepfast.depth import in_graph
 from deepfast.depth.depth_pass import OutNorm
 from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise
@@ -31,7 +30,7 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
 
 
 def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DepthConnection.forward` with registered ops only; the history keeps the states as mixed.
+    """`DepthConnection.forward` while a compiler traces it.
 
     call: its arguments, a `deepfast.depth.connection.Call`.
     """
@@ -41,7 +40,6 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
             f"{connection.name}: with sharded tokens a push cannot be traced; make its history "
             "outside of the compiled function or with eager=True"
         )
-    y, residual = common.cast_states(connection.state_dtype, call.y, call.residual)
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")
@@ -56,8 +54,13 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     if call.k is not None and call.k != k:
         raise RuntimeError(f"{connection.name}: layer called out of order inside torch.compile")
     history.owner = connection
-    if history.traced_weight is None:
-        history.traced_weight = connection.pass_parameters()[0]
+    if k == 0:
+        history.parameters = connection.pass_parameters()
+    if k == 0 and history.in_graph:
+        history.in_graph = in_graph.possible()
+    if history.in_graph:
+        return in_graph.push(connection, call)
+    y, residual = common.cast_states(connection.state_dtype, call.y, call.residual)
     norm = None
     if connection.has_norm(k):
         norm_weight, norm_bias = connection.norms()
@@ -72,7 +75,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         z = _norm(connection, z, norm)
     history.traced.append(z)
     sources = [history.traced[j] for j in connection.pattern[k]]
-    x = connection.traced_row(sources, k, history.traced_weight)
+    x = connection.traced_row(sources, k, history.parameters[0])
     if k == connection.rows - 1:
         # The compiled graph keeps what backward needs.
         history.traced = [None] * (k + 1)

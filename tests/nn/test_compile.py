@@ -102,7 +102,7 @@ MORE = {
 def test_a_module_is_one_graph(name):
     module, frames = (MODULES | MORE)[name](), []
     alone = isinstance(module, Stack)
-    run, counter = compiled(module, "eager" if alone else "aot_eager")
+    run, counter = compiled(module)
     # No number of tokens is another size of the model: the compiler makes a guard of equal sizes.
     for length in (5,) if alone else (5, 9):
         inputs = [leaf(3, length, DIM)]

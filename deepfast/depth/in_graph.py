@@ -1,0 +1,99 @@
+"""A depth connection inside torch.compile: the launches of the engine become part of the graph.
+
+The compiler does not look into a push. When it traces the graph's forward and backward, it runs the
+push as eager code does, with `DepthPass` and its autograd nodes, on tensors without data. The graph
+gets what they launch, with the buffers that the launches write. So it moves the bytes of eager
+code. Its memory is a buffer of states and one of gradients.
+"""
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from deepfast.depth.boundary import Call, DepthHistory
+from deepfast.depth.depth_pass import OutNorm
+from deepfast.ops import common
+
+CONNECTIONS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Every connection by its id: a compiled graph cannot hold a module."""
+
+
+def possible() -> bool:
+    """Whether the pass that begins here can be part of the graph that is being traced.
+
+    An exported program may go to runtimes that do not have the launches. And where the graph breaks
+    before the last push, the rest of the pass is in another graph. A compiler that meets a break
+    traces the function once more, up to there, and has it in its log.
+    """
+    if torch.compiler.is_exporting():
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    torch.compiler.allow_in_graph(_push)
+    log = InstructionTranslator.current_tx().speculation_log
+    return not any(entry._failed for entry in log.entries)
+
+
+# What torch.compiler.assume_constant_result does, without importing all of torch's compiler.
+possible._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _number(x: Any) -> Any:
+    """A number that the compiler takes for a variable, as a constant of the graph."""
+    return float(x) if isinstance(x, torch.SymFloat) else x
+
+
+def _push(
+    connection: int, parameters: tuple[Tensor | None, ...], block: int | None, token: Tensor | None,
+    y: Tensor, index: int | None, residual: Tensor | None, dropout_p: float,
+    seed: int | Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    norm: list, return_x: bool,
+) -> list[Tensor]:  # fmt: skip
+    """One push, by tensors and constants alone: the next token, and what the push returns.
+
+    The order of the tokens is the order of the pushes. Each has the history as an attribute.
+    """
+    owner = CONNECTIONS[connection]
+    if token is None:
+        # In place, the graph of backward would begin with a copy of the states.
+        history = DepthHistory(inplace=False, block=block, eager=True)
+        history.parameters = parameters
+    else:
+        history = getattr(token, "deepfast_history", None)
+        if history is None:
+            raise RuntimeError(
+                f"{owner.name}: this pass began inside torch.compile, in a graph that ended before "
+                "its last push; compile with fullgraph=True to see where the graph breaks, or make "
+                "the history with eager=True"
+            )
+        history.token = token if token.requires_grad else None
+    out_norm = OutNorm(weight, bias, *map(_number, norm)) if norm else None
+    call = Call(y, history, index, residual, _number(dropout_p), seed, out_norm, return_x)
+    results = owner._push(call)
+    token, history.token = history.token, None
+    token = torch.empty(0) if token is None else token
+    token.deepfast_history = history  # type: ignore[attr-defined]
+    results = results if isinstance(results, tuple) else (results,)
+    return [token, *(x for x in results if x is not None)]
+
+
+def push(connection, call: Call) -> Tensor | tuple[Tensor | None, Tensor]:
+    """`DepthConnection.forward` in a graph in which the pass is `possible`."""
+    history, out_norm = call.history, call.out_norm
+    weight, bias, *norm = (None, None) if out_norm is None else out_norm
+    seed = call.seed
+    if seed is not None and connection.training and call.dropout_p > 0:
+        seed = common.draw_seed(connection.name, seed, call.y.device)
+    token, *results = _push(
+        id(connection), history.parameters, history.block, history.token,
+        call.y, call.k, call.residual, call.dropout_p, seed, weight, bias, norm, call.return_x,
+    )  # fmt: skip
+    history.token = token
+    history.traced.append(None)
+    if len(history.traced) == connection.rows:
+        history.close()
+    if out_norm is None:
+        return results[0]
+    return results[0] if call.return_x else None, results[-1]

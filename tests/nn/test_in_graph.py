@@ -1,0 +1,202 @@
+"""A whole stack in a compiled graph: the launches of eager code, and no other state is moved."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import deepfast
+from deepfast.launches import LAUNCHES
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from tests.nn.written_out import shaken
+
+DIM, TOKENS = 64, 96
+KINDS = {"dlcl": DLCL, "attnres": AttentionResiduals}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+# ---- what a graph launches and moves -------------------------------------------------------------
+
+
+class Eager(TorchDispatchMode):
+    """The launches of eager code, by their names and lists of slots, and what torch's ops move."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched, self.elements = [], 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name, out = op._schema.name.split("::")[1], op(*args, **(kwargs or {}))
+        if name in LAUNCHES:
+            self.launched.append((name, [list(x) for x in args if isinstance(x, (list, tuple))]))
+        elif isinstance(out, torch.Tensor) and not op.is_view and "empty" not in name:
+            self.elements += sum(x.numel() for x in (out, *args) if isinstance(x, torch.Tensor))
+        return out
+
+
+def launched(code: str) -> list:
+    """The same from a graph's code."""
+    calls = re.findall(r"^ *torch\.ops\.deepfast\.(\w+)\.default\((.*)\)", code, re.MULTILINE)
+    lists = ((name, re.findall(r"\[([\d, ]*)\]", operands)) for name, operands in calls)
+    return [(name, [[int(i) for i in x.split(",") if x] for x in found]) for name, found in lists]
+
+
+def moved_by_launches(launches) -> int:
+    """How many states they read or write, of the lists and of single tensors. The second list of a
+    far pass has its targets: an entry of the sums each, and in backward the states themselves."""
+    singles = {"boundary_forward": 3, "boundary_backward": 5}
+    total = 0
+    for name, lists in launches:
+        kind = name.removeprefix("attention_")
+        total += singles.get(kind, 0) + sum(map(len, lists[:3]))
+    return total
+
+
+def loops(code: str) -> int:
+    """How many elements the loops of the compiler read or write: the sizes of their buffers."""
+    count = {}
+
+    def elements(size: str) -> int:
+        return torch.Size(int(x) for x in size.split(",") if x.strip()).numel()
+
+    for name, size in re.findall(r"(\w+) = empty_strided_cpu\(\(([\d, ]*)\)", code):
+        count[name] = elements(size)
+    for name, size in re.findall(r"assert_size_stride\((\w+), \(([\d, ]*)\)", code):
+        count[name] = elements(size)
+    for name, before in re.findall(r"(\w+) = (\w+); +del \2", code):
+        count[name] = count[before]
+    total = 0
+    for operands in re.findall(r"^ *cpp_fused_\w+\((.*)\)", code, re.MULTILINE):
+        total += sum(count[name] for name in operands.split(", ") if name in count)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "layers", [9, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (24, 48, 100))]
+)
+def test_a_graph_moves_the_states_of_eager_code(kind, layers, capsys):
+    """Forward and backward of a connected model: the launches and their slots are those of eager
+    code. Nothing is copied, and autograd adds no gradients of states."""
+    model = nn.Sequential(*(nn.Tanh() for _ in range(layers))).double()
+    deepfast.connect(model, norm="pre", dim=DIM, connection=kind, inplace=False)
+    shaken(model.double())
+    x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+
+    def step(run):
+        out = run(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+
+    with Eager() as eager:
+        wanted = step(model)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        got, codes = run_and_get_code(step, torch.compile(model, fullgraph=True))
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+    code = "\n".join(codes)
+    assert launched(code) == eager.launched
+    engine = moved_by_launches(eager.launched)
+    graph, wanted = (engine + n / (TOKENS * DIM) for n in (loops(code), eager.elements))
+    with capsys.disabled():
+        print(f"\n{kind}, {layers} layers: {graph:.0f} states, {wanted:.0f} in eager code")
+    assert graph <= 1.05 * wanted
+
+
+# ---- the same numbers ----------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """A stack whose passes take another way than from the embedding to the last row."""
+
+    def __init__(self, kind, layers=6):
+        super().__init__()
+        self.connection = shaken(KINDS[kind](layers, DIM)).double()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers)).double()
+
+    def one(self, x, upto=None, history=None):
+        history = history or DepthHistory(block=3)
+        x = self.connection(x, history)
+        for layer in self.layers[:upto]:
+            x = self.connection(torch.tanh(layer(x)), history, residual=x)
+        return x
+
+    def early(self, x):
+        """The rows above have no gradient."""
+        return self.one(x, upto=4)
+
+    def twice(self, x):
+        """A pass over the result of another."""
+        return self.one(torch.sin(self.one(x)))
+
+    def side_by_side(self, x):
+        """Two passes take turns."""
+        states, histories = [x, x.cos()], [DepthHistory(), DepthHistory()]
+        for layer in [nn.Identity(), *self.layers]:
+            each = zip(states, histories, strict=True)
+            states = [self.connection(torch.tanh(layer(s)), h) for s, h in each]
+        return states[0] + 2 * states[1]
+
+    def unread(self, x):
+        """A layer that reads nothing of its row."""
+        history = DepthHistory()
+        self.connection(x, history)
+        for layer in self.layers:
+            x = self.connection(torch.tanh(layer(x.detach())), history)
+        return x
+
+    def checkpointed(self, x):
+        """The pass runs again in backward."""
+        return checkpoint(self.one, x, use_reentrant=False)
+
+    def no_grad(self, x):
+        with torch.no_grad():
+            y = self.one(x)
+        return y + x
+
+
+WAYS = ("one", "early", "twice", "side_by_side", "unread", "checkpointed", "no_grad")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", WAYS)
+def test_passes_of_all_kinds(way, kind, backend):
+    stack = Stack(kind)
+    x = torch.randn(3, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    run, ways = getattr(stack, way), [x, *stack.parameters()]
+
+    def step(run):
+        out = run(x)
+        return [out, *torch.autograd.grad(out.square().sum(), ways, allow_unused=True)]
+
+    got = step(torch.compile(run, fullgraph=True, backend=backend))
+    for a, b in zip(got, step(run), strict=True):
+        if a is None or b is None:
+            # A graph may give zeros where nothing is read.
+            assert (a if b is None else b) is None or not (a if b is None else b).any()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_a_retained_graph_runs_backward_again():
+    stack, x = Stack("attnres"), torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    out = torch.compile(stack.one, fullgraph=True, backend="aot_eager")(x).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(out, x)[0])
+
+
+def test_a_copy_of_a_connection_has_its_own_graph():
+    stack = Stack("dlcl")
+    other, x = copy.deepcopy(stack), torch.randn(TOKENS, DIM, dtype=torch.float64)
+    shaken(other)
+    for each in (stack, other):
+        run = torch.compile(each.one, fullgraph=True, backend="eager")
+        torch.testing.assert_close(run(x), each.one(x), rtol=1e-11, atol=1e-11)
