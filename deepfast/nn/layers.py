@@ -158,6 +158,8 @@ class _Layer(nn.Module):
         self.feed_forward_norm = make(dim, backend=backend) if own_later else None
         self.inner_norms: nn.ModuleDict | None = None
         """KEEL's norms of what each part reads, by the part's name."""
+        self.drops_input = False
+        """Whether the residual begins with the branch of self-attention, as in ELC-BERT."""
 
     @torch.no_grad()
     def _scale(self, alpha: float, beta: float, inner: bool) -> None:
@@ -245,6 +247,9 @@ class _Layer(nn.Module):
         else:
             n, again = self._inner("attention", x)
         branch = self._attend("attention", n, packing, again, gate, **own)
+        if self.drops_input:
+            # No dropout of torch's in place of the sum: it would keep a mask.
+            x = torch.zeros_like(x)
         # The norm after each attention, in pre-norm that of the next part.
         norms = [self.attention_norm] if post else []
         norms += [self.cross_attention_norm] if self.crosses else []

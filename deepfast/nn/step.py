@@ -41,7 +41,7 @@ def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
         if getattr(module, "backend", None) not in (None, "cpu"):
             return False
     used = all(p.dtype == x.dtype and p.device == x.device for p in layer.parameters())
-    return used and not layer.training
+    return used and not layer.training and not layer.drops_input
 
 
 class LayerStep:

@@ -89,6 +89,7 @@ class _Stack(nn.Module):
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         checks.flag(op, depth_init=depth_init)
         for layer in self.layers:
+            layer.drops_input = CONNECTIONS[connection].drops_input
             if self.scaled:
                 layer._scale(self.alpha, beta, self.scaled == "keel")
             if depth_init:
@@ -185,7 +186,9 @@ class TransformerEncoder(_Stack):
         num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
         window: of every self-attention, see `MultiheadAttention`.
         connection: one of `deepfast.connections.CONNECTIONS`: "dlcl"; "residual";
-            "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
+            "denseformer", which is a DLCL with other defaults; "elcbert", which is one with a
+            softmax over each row and without norms, whose layers ``a = attention(LN(x))``,
+            ``y = a + ffn(LN(a))`` add their input to nothing; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
         norm: "pre" (with a final LN), "post", "deepnorm" or "keel". The last two need
@@ -225,7 +228,8 @@ class TransformerEncoder(_Stack):
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
-    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
+    depth; Pagliardini et al. 2024 for DenseFormer; Charpentier and Samuel 2023 (arXiv 2311.02265)
+    and the base model of their code for ELC-BERT; Kimi Team 2026 for attention residuals; Xiao
     et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Chen and Wei 2026
     (arXiv 2601.19895) for KEEL; Radford et al., GPT-2, 2019, for depth_init.
     """
