@@ -67,14 +67,16 @@ def mixing(module: Connection, forms: dict) -> Forms:
 
 def step(
     layers: int, connection: str, form: Callable | None = None, *, sentences: int = SENTENCES,
-    dropout: float = 0.1, optimizer: bool = False,
+    dropout: float = 0.1, optimizer: bool = False, norm: str = "pre",
 ) -> Callable[[], None]:  # fmt: skip
     """A training step of an encoder: forward, backward, and Adam if asked for.
 
     form: computes the connection in place of deepfast, one of `deepfast.measure.forms`.
     """
     torch.manual_seed(0)
-    encoder = TransformerEncoder(layers, DIM, HEADS, FFN, connection=connection, dropout=dropout)
+    encoder = TransformerEncoder(
+        layers, DIM, HEADS, FFN, connection=connection, dropout=dropout, norm=norm
+    )
     if form is not None:
         outer = encoder.connection
         setattr(outer, outer.child, InStack(form, outer.depth))
@@ -129,6 +131,15 @@ def attnres(claims: Claims) -> None:
     about = f"step: attention residuals, two reads a layer, over plain residual, L=48, {SIZES}"
     claims.times("step_attnres_48", about, steps, "attnres", "residual")
     claims.bytes("bytes_attnres_48", about, steps, "attnres", "residual")
+
+
+def norms(claims: Claims) -> None:
+    """DeepNorm and KEEL, which scale the residual, over post-norm; and ELC-BERT over DLCL."""
+    forms = {norm: step(24, "residual", norm=norm) for norm in ("post", "deepnorm", "keel")}
+    forms |= {name: step(24, name) for name in ("dlcl", "elcbert")}
+    for above, below in (("deepnorm", "post"), ("keel", "post"), ("elcbert", "dlcl")):
+        about = f"step, forward and backward: {above} over {below}, L=24, {SIZES}"
+        claims.times(f"step_{above}_24", about, forms, above, below)
 
 
 def mudd(claims: Claims) -> None:
@@ -208,7 +219,7 @@ def threads(claims: Claims) -> None:
 
 EXTRA = {"llama"}
 """Groups that need transformers: they run where they are named."""
-GROUPS = {group.__name__: group for group in (dlcl, attnres, mudd, threads, llama)}
+GROUPS = {group.__name__: group for group in (dlcl, attnres, norms, mudd, threads, llama)}
 
 
 def main(argv: list[str] | None = None) -> int:

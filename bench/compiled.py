@@ -156,18 +156,19 @@ def measure(name: str, rounds: int, eager: bool) -> None:
 LAYERS, SENTENCES, LENGTH, DIM = 12, 64, 32, 256
 
 
-def _encoder() -> nn.Module:
-    return TransformerEncoder(LAYERS, DIM, 4, 4 * DIM, connection="dlcl")
+def _encoder(plain: bool = False) -> nn.Module:
+    return TransformerEncoder(LAYERS, DIM, 4, 4 * DIM, connection="residual" if plain else "dlcl")
 
 
-def _connected() -> nn.Module:
+def _connected(plain: bool = False) -> nn.Module:
     # Without dropout: on a CPU the compiler's masks cost more than all that it gains, also where
     # nothing is connected.
     layer = nn.TransformerEncoderLayer(
         DIM, 4, 4 * DIM, dropout=0.0, batch_first=True, norm_first=True
     )
     encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(DIM), enable_nested_tensor=False)
-    connect(encoder, "layers", norm="pre", dim=DIM)
+    if not plain:
+        connect(encoder, "layers", norm="pre", dim=DIM)
     return encoder
 
 
@@ -176,7 +177,8 @@ MODELS = {"inside_encoder": _encoder, "inside_connect": _connected}
 
 
 def inside(name: str, rounds: int) -> None:
-    """A training step of a model: eager over compiled layers, and over the model compiled whole."""
+    """A training step of a model: eager over compiled layers, and over the model compiled whole;
+    and compiled whole over the plain model, without the connection, compiled whole."""
 
     def step(run: Callable, model: nn.Module) -> None:
         run(x).square().mean().backward()
@@ -184,12 +186,14 @@ def inside(name: str, rounds: int) -> None:
 
     x = torch.randn(SENTENCES, LENGTH, DIM)
     eager, layers, whole = (MODELS[name]() for _ in range(3))
+    plain = MODELS[name](plain=True)
     for layer in layers.layers:
         layer.compile(dynamic=False)
     forms = {
         "eager": partial(step, eager, eager),
         "layers": partial(step, layers, layers),
         "model": partial(step, torch.compile(whole, dynamic=False), whole),
+        "plain": partial(step, torch.compile(plain, dynamic=False), plain),
     }
     seconds = {}
     for form, run in forms.items():
@@ -197,10 +201,12 @@ def inside(name: str, rounds: int) -> None:
         run()
         seconds[form] = time.perf_counter() - begin
     found = interleave(forms, repeats=rounds)
+    about = f"a step of {LAYERS} layers, T={SENTENCES * LENGTH}, D={DIM}"
     for form in ("layers", "model"):
-        what = f"a step of {LAYERS} layers, T={SENTENCES * LENGTH}, D={DIM}"
-        what += f": eager over compiled {form}; first call {seconds[form]:.0f} s"
+        what = f"{about}: eager over compiled {form}; first call {seconds[form]:.0f} s"
         record(f"{name}_{form}", ratio(found["eager"], found[form]), "x", what, COMMAND)
+    what = f"{about}, compiled whole: with the connection over the plain model"
+    record(f"{name}_over_plain", ratio(found["model"], found["plain"]), "x", what, COMMAND)
 
 
 def main(argv: list[str] | None = None) -> int:

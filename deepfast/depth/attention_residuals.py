@@ -272,16 +272,29 @@ class AttentionResiduals(DepthConnection):
             bias = bias.index_select(0, rows).index_select(1, columns) * mask + alone
         return query.index_select(0, rows) * mask.any(1, keepdim=True), bias
 
-    def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
+    def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
+        if self.score_function == "relu":
+            return None
+        queries = weights[rows.start : rows.stop]
+        x, lse = self._attend(states, queries, eps=self.eps, return_lse=True)
+        return [(x, -2), (lse, -1)]
+
+    def _attend(self, states: list[Tensor], *query, **options):
+        return ops.depth_attention(states, *query, backend=self.backend, **options)
+
+    def traced_row(self, states, numbers, k, weights, partial) -> Tensor:
         if self.score_function == "softmax":
-            attend = ops.depth_attention
-            return attend(sources, weights[k], eps=self.eps, backend=self.backend)
-        dtype = compute_dtype(sources[0].dtype)
-        total = torch.zeros_like(sources[0], dtype=dtype)
-        for j, source in zip(self.pattern[k], sources, strict=True):
+            x, lse = self._attend(states, weights[k], eps=self.eps, return_lse=True)
+            if partial is None:
+                return x
+            below, lse_below = partial
+            return self._attend([below, x], scores=torch.stack((lse_below, lse), -1))
+        dtype = compute_dtype(states[0].dtype)
+        total = torch.zeros_like(states[0], dtype=dtype)
+        for j, source in zip(numbers, states, strict=True):
             v = source.to(dtype)
             total = total + self._score(v, weights, k, j).relu().unsqueeze(-1) * v
-        return total.to(sources[0].dtype)
+        return total.to(states[0].dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepfast import checks
+from deepfast.depth import in_graph
 from deepfast.depth.depth_pass import DepthPass, OutNorm, RowNorm
 from deepfast.ops import common
 
@@ -40,7 +41,7 @@ class DepthHistory:
         eager: whether a push inside `torch.compile` leaves the graph and runs as in eager code, so
             that layers which push and are compiled one by one keep the memory and the traffic of
             eager code. False traces it. None traces where the history is made inside the compiled
-            function: a stack compiled as a whole is one graph, with the launches of eager code.
+            function and its graph does not break: the graph then has the launches of eager code.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class DepthHistory:
         checks.flag("DepthHistory", inplace=inplace)
         if eager is not None:
             checks.flag("DepthHistory", eager=eager)
-        self.eager = not torch.compiler.is_compiling() if eager is None else eager
+        self.graph = in_graph.current() if torch.compiler.is_compiling() else 0
+        self.eager = self.graph == 0 if eager is None else eager
         self.inplace = inplace
         self.block = block
         # The stack; shape, dtype and device of the first push.
@@ -66,11 +68,10 @@ class DepthHistory:
         self.grad_mode = False
         self.task = -1
         # A traced pass has no `state`. It keeps the connection's `pass_parameters` and, until the
-        # last push, the states as they are mixed; None each, where one compiled graph has the pass.
-        # A history from outside may be used by several graphs.
+        # last push, the states as they are mixed; None each, where the graph holds the pass.
         self.parameters: tuple[Tensor | None, ...] = ()
         self.traced: list[Tensor | None] = []
-        self.in_graph = torch.compiler.is_compiling()
+        self.far: Any = None
         self.closed = False
 
     def __len__(self) -> int:

@@ -60,9 +60,13 @@ class DepthConnection(nn.Module):
     """(rows, columns, mask, alone) -> `pass_parameters` for R rows and R states of a pipeline
     stage. ``rows`` and ``columns`` are their numbers here, 0 for what is not in this connection.
     ``mask`` (R, R) is True for the pairs that are, ``alone`` 1 where a row is one state."""
-    traced_row: Callable[[list[Tensor], int, Tensor], Tensor]
-    """Inside torch.compile: row k from the states that it reads and the first of
-    `pass_parameters`."""
+    traced_row: Callable[[list[Tensor], list[int], int, Tensor, list[Tensor] | None], Tensor]
+    """By registered ops: (states, their numbers, k, the first of `pass_parameters`, partial) -> row
+    k, from these states and its partial sum."""
+    traced_far: Callable[[list[Tensor], list[int], range, Tensor], list[tuple[Tensor, int]] | None]
+    """(states, their numbers, rows, the first of `pass_parameters`) -> the partial sums of several
+    rows over the same states: tensors, each with the dimension that counts the rows. None where no
+    op has them."""
 
     def __new__(cls, *_, **__):
         # Also where a connection is copied or loaded.

@@ -304,9 +304,17 @@ class DLCL(DepthConnection):
         norms = [None if p is None else p.index_select(0, index) for p in norms]
         return weight * mask[wide] + alone[wide], *norms
 
-    def traced_row(self, sources: list[Tensor], k: int, weights: Tensor) -> Tensor:
-        weight = torch.stack([weights[k, j] for j in self.pattern[k]])
-        return ops.depth_mix(sources, weight, backend=self.backend)
+    def traced_row(self, states, numbers, k, weights, partial) -> Tensor:
+        weight = torch.stack([weights[k, j] for j in numbers])
+        if partial is not None:
+            states, weight = [*partial, *states], torch.cat((weight.new_ones(1), weight))
+        return ops.depth_mix(states, weight, backend=self.backend)
+
+    def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
+        if self.extra:
+            return None
+        weight = weights[rows.start : rows.stop, numbers].T.expand(*states[0].shape[:-1], -1, -1)
+        return [(ops.depth_mix(states, weight, backend=self.backend), -2)]
 
     def extra_repr(self) -> str:
         return (

@@ -6,13 +6,13 @@ gets what they launch, with the buffers that the launches write. So it moves the
 code. Its memory is a buffer of states and one of gradients.
 """
 
+import itertools
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from deepfast.depth.boundary import Call, DepthHistory
 from deepfast.depth.depth_pass import OutNorm
 from deepfast.ops import common
 
@@ -20,24 +20,36 @@ CONNECTIONS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Every connection by its id: a compiled graph cannot hold a module."""
 
 
-def possible() -> bool:
-    """Whether the pass that begins here can be part of the graph that is being traced.
+EXPORTED = -1
+"""An exported program may go to runtimes that do not have the launches."""
 
-    An exported program may go to runtimes that do not have the launches. And where the graph breaks
-    before the last push, the rest of the pass is in another graph. A compiler that meets a break
-    traces the function once more, up to there, and has it in its log.
+_numbers = itertools.count(1)
+
+
+def current() -> int:
+    """The number of the graph that is being traced, or 0 where a pass cannot be part of it: where
+    the graph breaks, or has no more than the history. `EXPORTED` for an exported program.
+
+    A compiler that meets a break traces the function once more, up to there, and has it in its log.
     """
     if torch.compiler.is_exporting():
-        return False
+        return EXPORTED
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    from deepfast.depth.boundary import DepthHistory
+
     torch.compiler.allow_in_graph(_push)
-    log = InstructionTranslator.current_tx().speculation_log
-    return not any(entry._failed for entry in log.entries)
+    tx = InstructionTranslator.current_tx()
+    alone = tx.output.root_tx.f_code is DepthHistory.__init__.__code__
+    if alone or any(entry._failed for entry in tx.speculation_log.entries):
+        return 0
+    if not hasattr(tx.output, "deepfast_number"):
+        tx.output.deepfast_number = next(_numbers)  # type: ignore[attr-defined]
+    return tx.output.deepfast_number  # type: ignore[attr-defined]
 
 
 # What torch.compiler.assume_constant_result does, without importing all of torch's compiler.
-possible._dynamo_marked_constant = True  # type: ignore[attr-defined]
+current._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _number(x: Any) -> Any:
@@ -55,19 +67,15 @@ def _push(
 
     The order of the tokens is the order of the pushes. Each has the history as an attribute.
     """
+    from deepfast.depth.boundary import Call, DepthHistory
+
     owner = CONNECTIONS[connection]
     if token is None:
         # In place, the graph of backward would begin with a copy of the states.
         history = DepthHistory(inplace=False, block=block, eager=True)
         history.parameters = parameters
     else:
-        history = getattr(token, "deepfast_history", None)
-        if history is None:
-            raise RuntimeError(
-                f"{owner.name}: this pass began inside torch.compile, in a graph that ended before "
-                "its last push; compile with fullgraph=True to see where the graph breaks, or make "
-                "the history with eager=True"
-            )
+        history = token.deepfast_history  # type: ignore[attr-defined]
         history.token = token if token.requires_grad else None
     out_norm = OutNorm(weight, bias, *map(_number, norm)) if norm else None
     call = Call(y, history, index, residual, _number(dropout_p), seed, out_norm, return_x)
@@ -79,8 +87,8 @@ def _push(
     return [token, *(x for x in results if x is not None)]
 
 
-def push(connection, call: Call) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DepthConnection.forward` in a graph in which the pass is `possible`."""
+def push(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
+    """`DepthConnection.forward` in the graph that holds the pass."""
     history, out_norm = call.history, call.out_norm
     weight, bias, *norm = (None, None) if out_norm is None else out_norm
     seed = call.seed

@@ -1,8 +1,10 @@
 """A depth connection in an exported program, or in several graphs: the same sums by registered ops.
 
-Neither can hold the buffer of states that `DepthPass` reads and writes. Here each state is an
-ordinary tensor, and each row is one op over the states it reads. The result is the same, but the
-traffic is quadratic in depth. A pass that is in one compiled graph is in_graph.py's.
+These cannot hold the buffer of states that `DepthPass` reads and writes. Here each state is an
+ordinary tensor. Where a block of rows begins, one op over the older states gives the partial sums
+of all its rows; one op each adds the states of the block. So forward has the schedule of
+`deepfast.depth`. Autograd writes a gradient of every source for each op, and adds them up. A pass
+that is in one compiled graph is in_graph.py's.
 """
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from deepfast import ops
 from deepfast.depth import in_graph
 from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.schedule import default_block
 from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise
 
@@ -27,6 +30,24 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
     return ops.add_layer_norm(
         y, residual, None, None, dropout_p=p, training=True, seed=seed, backend=backend
     )[1]
+
+
+def _mixed(connection, history, k: int) -> Tensor:
+    """Row k, from its partial sum, where its block has some, and the states of the block."""
+    block = history.block or default_block(connection.rows)
+    start, states, weights = k - k % block, history.traced, history.parameters[0]
+    rows = range(start, min(start + block, connection.rows))
+    if k == start:
+        older = [[j for j in connection.pattern[row] if j < start] for row in rows]
+        shared = bool(older[0]) and all(each == older[0] for each in older)
+        history.far = None
+        if shared:
+            sources = [states[j] for j in older[0]]
+            history.far = connection.traced_far(sources, older[0], rows, weights)
+    far = history.far
+    near = [j for j in connection.pattern[k] if far is None or j >= start]
+    partial = None if far is None else [x.select(axis, k - start) for x, axis in far]
+    return connection.traced_row([states[j] for j in near], near, k, weights, partial)
 
 
 def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
@@ -56,10 +77,14 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     history.owner = connection
     if k == 0:
         history.parameters = connection.pass_parameters()
-    if k == 0 and history.in_graph:
-        history.in_graph = in_graph.possible()
-    if history.in_graph:
+    if history.graph > 0 and history.graph == in_graph.current():
         return in_graph.push(connection, call)
+    if k > 0 and history.traced[-1] is None:
+        raise RuntimeError(
+            f"{connection.name}: this pass began inside torch.compile, in a graph that ended "
+            "before its last push; compile with fullgraph=True to see where it breaks, or make "
+            "the history with eager=True"
+        )
     y, residual = common.cast_states(connection.state_dtype, call.y, call.residual)
     norm = None
     if connection.has_norm(k):
@@ -74,8 +99,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     if connection.norm == "pre" and norm is not None:
         z = _norm(connection, z, norm)
     history.traced.append(z)
-    sources = [history.traced[j] for j in connection.pattern[k]]
-    x = connection.traced_row(sources, k, history.parameters[0])
+    x = _mixed(connection, history, k)
     if k == connection.rows - 1:
         # The compiled graph keeps what backward needs.
         history.traced = [None] * (k + 1)

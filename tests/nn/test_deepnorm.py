@@ -69,6 +69,44 @@ def test_encoder_and_decoder():
     compare(TransformerDecoder(2, D, H, FFN, **options), (3 * 2) ** 0.25, encoded)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "options", "alpha", "beta"),
+    [
+        (TransformerEncoder, 18, {"decoder_layers": 6}, 1.866111538930392, 0.377630160522943),
+        (TransformerDecoder, 6, {}, 2.0597671439071177, 0.34329452398451965),
+        (TransformerEncoder, 18, {}, 2.449489742783178, 0.28867513459481287),
+    ],
+)
+def test_factors_of_a_public_implementation(kind, layers, options, alpha, beta):
+    """Of `get_deepnorm_coefficients` in facebookresearch/xformers."""
+    stack = kind(layers, D, H, FFN, connection="residual", norm="deepnorm", **options)
+    scales = stack._scales(
+        "", "deepnorm", "residual", "layer", layers, *options.values() or (None,)
+    )
+    assert scales == pytest.approx((alpha, beta), rel=1e-14)
+    assert stack.alpha == pytest.approx(alpha, rel=1e-14)
+
+
+def test_numbers_of_a_public_implementation_of_keel():
+    """Of `KeelBlock` in BrianCLong/summit, with alpha = 4, f(x) = W x and x = (1, 2, 4)."""
+    stack = TransformerEncoder(2, 3, 1, 3, connection="residual", norm="keel", dropout=0.0)
+    layer, w = stack.layers[0], [[0.5, -1, 0.25], [0, 1, -0.5], [2, 0, 1]]
+    with torch.no_grad():
+        layer.attention.query_key_value.weight[6:] = torch.eye(3)
+        layer.attention.out.weight.copy_(torch.tensor(w))
+        for name, p in layer.attention.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+    x = torch.tensor([[1.0, 2, 4]])
+    seen = []
+    layer.inner_norms["feed_forward"].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    layer(x, packing=Packing(1, 1), gate=1 / stack.alpha)
+    wanted = [[-1.0014629364, -0.3640247285, 1.3654876947]]
+    torch.testing.assert_close(seen[0], torch.tensor(wanted), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
 def test_depth_init(kind, parts):
     """Only the output projections begin smaller."""

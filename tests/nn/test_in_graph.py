@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from deepfast.launches import LAUNCHES
-from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
 from tests.nn.written_out import shaken
 
 DIM, TOKENS = 64, 96
@@ -200,3 +200,43 @@ def test_a_copy_of_a_connection_has_its_own_graph():
     for each in (stack, other):
         run = torch.compile(each.one, fullgraph=True, backend="eager")
         torch.testing.assert_close(run(x), each.one(x), rtol=1e-11, atol=1e-11)
+
+
+# ---- by registered ops ---------------------------------------------------------------------------
+
+PROGRAMS = {
+    "dlcl": {}, "attnres": {"reads": 1}, "block_attnres": {}, "elcbert": {},
+    "denseformer": {"dlcl": {"period": 3, "dilation": 2}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("connection", PROGRAMS)
+def test_an_exported_program_shares_reads(connection):
+    """The rows of a block read older states by one op, also after a decomposition."""
+    model = TransformerEncoder(
+        24, 16, 2, 24, connection=connection, dropout=0.0, **PROGRAMS[connection]
+    )
+    model, x = shaken(model).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    program, wanted = torch.export.export(model, (x,)), model(x)
+    torch.testing.assert_close(program.module()(x), wanted, rtol=1e-11, atol=1e-11)
+    plain = program.run_decompositions().module()
+    torch.testing.assert_close(plain(x), wanted, rtol=1e-11, atol=1e-11)
+    ops = (node for node in program.graph.nodes if "deepfast.depth_" in str(node.target))
+    read = sum(len(node.args[0]) for node in ops)
+    direct = sum(map(len, model.connection.depth.pattern))
+    # Attention also reads each block's two results.
+    most = {"dlcl": 0.57, "elcbert": 0.57, "attnres": 0.72}
+    assert read <= most.get(connection, 1.1) * direct
+
+
+def test_a_graph_that_breaks_has_the_gradients_of_eager_code():
+    """Then the pass goes by registered ops through several graphs."""
+    stack, x = Stack("attnres", layers=9), torch.randn(4, DIM).double().requires_grad_()
+    stack.layers[4].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+    def step(run):
+        out = run(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *stack.parameters()])]
+
+    got = step(torch.compile(stack.one, backend="aot_eager"))
+    torch.testing.assert_close(got, step(stack.one), rtol=1e-11, atol=1e-11)
