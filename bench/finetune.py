@@ -59,10 +59,10 @@ def main() -> int:
         )
     plain, gated = (sum(losses[form]) / len(SEEDS) for form in losses)
     what = f"held-out loss after 200 steps of fine-tuning, {len(SEEDS)} seeds"
-    record("finetune_gated", gated - plain, "nats", f"{what}: gated less plain, mean", COMMAND)
+    record("finetune_gated", plain - gated, "nats", f"{what}: plain less gated, mean", COMMAND)
     spread = max(losses["plain"]) - min(losses["plain"])
     record("finetune_spread", spread, "nats", f"{what}: plain, largest less smallest", COMMAND)
-    record("finetune_gamma", min(moved), "", f"{what}: smallest |gamma|, from 0", COMMAND)
+    record("finetune_gamma", min(moved), "gamma", f"{what}: smallest |gamma|, from 0", COMMAND)
     return 0
 
 

@@ -52,6 +52,7 @@ class DepthHistory:
         checks.flag("DepthHistory", inplace=inplace)
         if eager is not None:
             checks.flag("DepthHistory", eager=eager)
+        # The number of the compiled graph that the history is made in, see in_graph.py.
         self.graph = in_graph.current() if torch.compiler.is_compiling() else 0
         self.eager = self.graph == 0 if eager is None else eager
         self.inplace = inplace
