@@ -192,8 +192,8 @@ def inside(name: str, rounds: int) -> None:
     forms = {
         "eager": partial(step, eager, eager),
         "layers": partial(step, layers, layers),
-        "model": partial(step, torch.compile(whole, dynamic=False), whole),
-        "plain": partial(step, torch.compile(plain, dynamic=False), plain),
+        "model": partial(step, torch.compile(whole, dynamic=False, fullgraph=True), whole),
+        "plain": partial(step, torch.compile(plain, dynamic=False, fullgraph=True), plain),
     }
     seconds = {}
     for form, run in forms.items():

@@ -41,7 +41,7 @@ class DepthHistory:
         eager: whether a push inside `torch.compile` leaves the graph and runs as in eager code, so
             that layers which push and are compiled one by one keep the memory and the traffic of
             eager code. False traces it. None traces where the history is made inside the compiled
-            function and its graph does not break: the graph then has the launches of eager code.
+            function; with ``fullgraph=True`` the graph then has the launches of eager code.
     """
 
     def __init__(

@@ -71,6 +71,15 @@ class RowGrads(NamedTuple):
     dnorm_bias: Tensor | None
 
 
+def numbers_of_rows(like: Tensor, rows: int, tokens: int) -> Sequence[Tensor]:
+    """Room for a number of each token, (T,) for each row, in the dtype of ``like``."""
+    if isinstance(tokens, torch.SymInt):
+        # Inductor of torch 2.13 loses the offset of a view that a launch writes where the offset is
+        # a multiple of a size that it does not know.
+        return [like.new_empty(tokens) for _ in range(rows)]
+    return like.new_empty(rows, tokens).unbind(0)
+
+
 class BlockSums:
     """The sums of one block of rows or states, in a buffer that the next block uses again."""
 
@@ -169,8 +178,8 @@ class DepthPass:
         self.pushed = 0
         self.states: Tensor | None = None
         # Of the norms behind rows.
-        self._out_mean: tuple[Tensor, ...] | None = None
-        self._out_rstd: tuple[Tensor, ...] | None = None
+        self._out_mean: Sequence[Tensor] | None = None
+        self._out_rstd: Sequence[Tensor] | None = None
         self._seeds: tuple[Tensor, ...] | None = None
         self._seeds_drawn_by = -1
         # P of the rows of one block, and Q of the states of one.
@@ -263,9 +272,9 @@ class DepthPass:
         (weight, bias, eps, rms), like = norm, self.like
         tokens = self.states.shape[1]
         if self._out_rstd is None:
-            self._out_rstd = like.new_empty(self.rows, tokens).unbind(0)
+            self._out_rstd = numbers_of_rows(like, self.rows, tokens)
         if self._out_mean is None and not rms:
-            self._out_mean = like.new_empty(self.rows, tokens).unbind(0)
+            self._out_mean = numbers_of_rows(like, self.rows, tokens)
         mean = None if rms else self._out_mean[k]
         return RowNorm(weight, bias, eps, rms, mean, self._out_rstd[k])
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.boundary import Push
 from deepfast.depth.connection import DepthConnection, part
-from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm
+from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
 from deepfast.renamed import names_arguments
@@ -47,7 +47,7 @@ class ConstantPass(DepthPass):
                 p[:plain].fill_(neutral)
         if self.pre:
             self.norm_source, (self.norm_weight, self.norm_bias) = self.has_norm, self.norms
-            self.source_rstd = self.weight.new_empty(owner.rows, tokens).unbind(0)
+            self.source_rstd = numbers_of_rows(self.weight, owner.rows, tokens)
         else:
             pairs = self._each(self.norms)
             self.row_norms = [pair and (*pair, self.eps, self.rms) for pair in pairs]

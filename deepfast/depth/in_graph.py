@@ -20,29 +20,28 @@ CONNECTIONS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Every connection by its id: a compiled graph cannot hold a module."""
 
 
-EXPORTED = -1
-"""An exported program may go to runtimes that do not have the launches."""
+SEVERAL = -1
+"""An exported program, which may go to runtimes that do not have the launches, or a graph that may
+break, so that the rest of a pass is in another."""
 
 _numbers = itertools.count(1)
 
 
 def current() -> int:
-    """The number of the graph that is being traced, or 0 where a pass cannot be part of it: where
-    the graph breaks, or has no more than the history. `EXPORTED` for an exported program.
-
-    A compiler that meets a break traces the function once more, up to there, and has it in its log.
-    """
+    """The number of the graph that is being traced, where it holds all that the function does
+    (``fullgraph=True``). Else `SEVERAL`, or 0 where the graph has no more than the history."""
     if torch.compiler.is_exporting():
-        return EXPORTED
+        return SEVERAL
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     from deepfast.depth.boundary import DepthHistory
 
-    torch.compiler.allow_in_graph(_push)
     tx = InstructionTranslator.current_tx()
-    alone = tx.output.root_tx.f_code is DepthHistory.__init__.__code__
-    if alone or any(entry._failed for entry in tx.speculation_log.entries):
+    if tx.output.root_tx.f_code is DepthHistory.__init__.__code__:
         return 0
+    if not tx.one_graph:
+        return SEVERAL
+    torch.compiler.allow_in_graph(_push)
     if not hasattr(tx.output, "deepfast_number"):
         tx.output.deepfast_number = next(_numbers)  # type: ignore[attr-defined]
     return tx.output.deepfast_number  # type: ignore[attr-defined]

@@ -229,14 +229,36 @@ def test_an_exported_program_shares_reads(connection):
     assert read <= most.get(connection, 1.1) * direct
 
 
-def test_a_graph_that_breaks_has_the_gradients_of_eager_code():
+@pytest.mark.parametrize("place", ["in the loop", "behind"])
+def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
     """Then the pass goes by registered ops through several graphs."""
-    stack, x = Stack("attnres", layers=9), torch.randn(4, DIM).double().requires_grad_()
-    stack.layers[4].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    stack, x = Stack("attnres", layers=4), torch.randn(4, DIM).double().requires_grad_()
+    if place == "in the loop":
+        stack.layers[2].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+    def run(x):
+        y = stack.one(x)
+        torch._dynamo.graph_break()
+        return y * 2
 
     def step(run):
         out = run(x)
         return [out, *torch.autograd.grad(out.square().sum(), [x, *stack.parameters()])]
 
-    got = step(torch.compile(stack.one, backend="aot_eager"))
-    torch.testing.assert_close(got, step(stack.one), rtol=1e-11, atol=1e-11)
+    got = step(torch.compile(run, backend="aot_eager"))
+    torch.testing.assert_close(got, step(run), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("connection", ["dlcl", "attnres"])
+def test_any_number_of_tokens(connection):
+    """Inductor's graph for sizes that it does not know."""
+    model = TransformerEncoder(3, 16, 2, 24, connection=connection, dropout=0.0)
+    model = shaken(model).double()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for tokens in (5, 9):
+        x = torch.randn(2, tokens, 16, dtype=torch.float64, requires_grad=True)
+        got, wanted = (
+            [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+            for out in (compiled(x), model(x))
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
