@@ -44,8 +44,9 @@ class Settings(NamedTuple):
     """Whether backward may overwrite states with gradients."""
     sublayers: tuple[Sublayer, ...]
     """Those of a layer that read; none if the layer reads once."""
-    checked: set[tuple[int, int]]
-    """Layers and sublayers, by number, that were seen to add what their last module returns."""
+    checked: set[tuple[int, int, bool]]
+    """Layers and sublayers, by number, that were seen to add what their last module returns, and
+    whether that was in training."""
 
     @property
     def reads(self) -> int:

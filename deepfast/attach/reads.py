@@ -135,8 +135,10 @@ class LayerRun:
 
     @torch.no_grad()
     def _check_sum(self, before: Tensor, added: Tensor, total: Tensor) -> None:
-        """Once for each sublayer: raises where its sum is not that before it plus ``added``."""
-        this, checked = (self.k, self.number), self.run.settings.checked
+        """Once for each sublayer in training, and in evaluation, where a dropout behind the module
+        does nothing: raises where its sum is not that before it plus ``added``."""
+        checked = self.run.settings.checked
+        this = self.k, self.number, self.run.connection.training
         capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
         if this in checked or total.is_meta or capturing or not total.numel():
             return

@@ -188,3 +188,18 @@ def test_layers_that_do_not_fit_leave_the_model_as_it_was(layers, message):
         deepfast.connect(model, norm="pre", connection="attnres", sublayers=NAMES)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == before
     assert "depth_connection" not in dict(model.named_children())
+
+
+class DropsBehind(TwoParts):
+    """A dropout behind the module that is named."""
+
+    def forward(self, x):
+        x = x + nn.functional.dropout(self.attn(self.norm1(x)), 0.5, self.training)
+        return x + self.mlp(self.norm2(x))
+
+
+def test_an_evaluation_first_hides_no_dropout():
+    model = connected(DropsBehind, (("norm1", "attn"), ("norm2", "mlp"))).eval()
+    model(X.double())
+    with pytest.raises(RuntimeError, match="adds something else than attn returns"):
+        model.train()(X.double())
