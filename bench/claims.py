@@ -10,10 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 
 from bench.record import record
-from deepfast import connect
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.forms import (
     ATTENTION_FORMS,
@@ -161,41 +159,6 @@ def mudd(claims: Claims) -> None:
     claims.bytes("bytes_mudd_24", about, steps, "mudd", "residual")
 
 
-def llama(claims: Claims) -> None:
-    """A Llama of transformers with two reads a layer over the plain one: a step, and decoding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    keep_memory()
-    ids = torch.randint(100, (4, 512))
-
-    def make(layers: int) -> dict[str, nn.Module]:
-        made = {}
-        for name in ("plain", "connected"):
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers,
-                num_attention_heads=8, pad_token_id=0, eos_token_id=None,
-            )  # fmt: skip
-            made[name] = LlamaForCausalLM(config)
-        connect(made["connected"].model, norm="pre", connection="attnres", sublayers="auto")
-        return made
-
-    def train(model: nn.Module) -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    about = "two reads a layer over plain, D=512"
-    forms = {name: partial(train, model) for name, model in make(12).items()}
-    what = f"step of a connected Llama, 12 layers, T=2048, {about}"
-    claims.times("step_llama_12", what, forms, "connected", "plain")
-    claims.bytes("bytes_llama_12", what, forms, "connected", "plain")
-    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    models = {name: model.eval() for name, model in make(24).items()}
-    forms = {name: partial(m.generate, ids[:1, :8], **options) for name, m in models.items()}
-    what = f"20 tokens generated one by one, 24 layers, {about}"
-    claims.times("decode_llama_24", what, forms, "connected", "plain")
-
-
 def threads(claims: Claims) -> None:
     """Two threads over one; nothing else may run."""
 
@@ -217,9 +180,7 @@ def threads(claims: Claims) -> None:
     claims.times("threads_step_residual_24", plain, both(step(24, "residual")), "one", "two")
 
 
-EXTRA = {"llama"}
-"""Groups that need transformers: they run where they are named."""
-GROUPS = {group.__name__: group for group in (dlcl, attnres, norms, mudd, threads, llama)}
+GROUPS = {group.__name__: group for group in (dlcl, attnres, norms, mudd, threads)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"expected groups of {', '.join(GROUPS)}, got {name!r}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    for name in args.groups or [n for n in GROUPS if n not in EXTRA]:
+    for name in args.groups or GROUPS:
         GROUPS[name](Claims(name, args.rounds))
     return 0
 

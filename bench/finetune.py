@@ -9,11 +9,10 @@ import copy
 import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-import deepfast
 from bench.record import record
-from examples.attention_residuals import DIM, LAYERS, LENGTH, text, train
+from examples.attention_residuals import LENGTH, connected, plain_model, text, train
 
 SEEDS, COMMAND = (1, 2, 3), "python -m bench.finetune"
 
@@ -27,36 +26,18 @@ def loss(model: LlamaForCausalLM, held_out: torch.Tensor) -> float:
 
 def main() -> int:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     data = text()
     learned, held_out = data[: -600 * LENGTH], data[-600 * LENGTH :]
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=DIM, intermediate_size=3 * DIM, num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-    )  # fmt: skip
-    pretrained = LlamaForCausalLM(config)
-    train(pretrained, learned, 400, seed=0)
-    print(f"before: {loss(pretrained, held_out):.4f}")
+    pretrained = plain_model(learned, 400)
     losses: dict[str, list[float]] = {"plain": [], "gated": []}
     moved = []
     for seed in SEEDS:
-        for form, found in losses.items():
-            model = copy.deepcopy(pretrained)
-            if form == "gated":
-                residuals = deepfast.connect(
-                    model.model, norm="pre", connection="attnres", sublayers="auto",
-                    additive="gated",
-                )  # fmt: skip
-                same = (m(held_out[None, :LENGTH]).logits for m in (model, pretrained))
-                if not torch.equal(*same):
-                    raise RuntimeError("expected the pretrained model's logits, got others")
-            train(model, learned, 200, seed=seed)
-            found.append(loss(model, held_out))
+        model, residuals = connected(pretrained, held_out[None, :LENGTH])
+        for form, one in (("plain", copy.deepcopy(pretrained)), ("gated", model)):
+            train(one, learned, 200, seed=seed)
+            losses[form].append(loss(one, held_out))
         moved.append(residuals.gamma.detach().abs().min().item())
-        print(
-            f"seed {seed}: "
-            + ", ".join(f"{form} {found[-1]:.4f}" for form, found in losses.items())
-        )
+        print(f"seed {seed}:", {form: found[-1] for form, found in losses.items()})
     plain, gated = (sum(losses[form]) / len(SEEDS) for form in losses)
     what = f"held-out loss after 200 steps of fine-tuning, {len(SEEDS)} seeds"
     record("finetune_gated", plain - gated, "nats", f"{what}: plain less gated, mean", COMMAND)

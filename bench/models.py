@@ -2,7 +2,7 @@
 
 For each model a training step and its peak bytes, with attention residuals (`sublayers="auto"`)
 over the plain model, 6 layers, D=256, T=1024, fp32, without dropout. Both take turns on one thread.
-It needs transformers; about 3 minutes.
+``deep`` is two deeper Llamas, one of which generates. It needs transformers; about 5 minutes.
 """
 
 import sys
@@ -76,26 +76,54 @@ def step(model: nn.Module, call: Callable) -> None:
     model.zero_grad(set_to_none=True)
 
 
+def both(make: Callable[[], nn.Module], parents: str) -> dict[str, nn.Module]:
+    models = {}
+    for form in ("plain", "connected"):
+        torch.manual_seed(0)
+        models[form] = make().train()
+    for name in parents.split() or [""]:
+        parent = models["connected"].get_submodule(name)
+        deepfast.connect(parent, norm="pre", connection="attnres", sublayers="auto")
+    return models
+
+
+def compare(claims: Claims, key: str, what: str, models: dict, call: Callable) -> None:
+    forms = {form: partial(step, model, call) for form, model in models.items()}
+    what = f"step of {what}, two reads a layer over plain"
+    claims.times(f"{key}_step", what, forms, "connected", "plain")
+    claims.bytes(f"{key}_bytes", what, forms, "connected", "plain")
+
+
+def deep(claims: Claims) -> None:
+    """A Llama of 12 layers and D=512, and one of 24 layers that generates."""
+
+    def make(layers: int) -> dict[str, nn.Module]:
+        options = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
+        options |= {"num_hidden_layers": layers, "eos_token_id": None}
+        return both(_made("LlamaForCausalLM", **options), "model")
+
+    ids = WORDS.view(4, 256).repeat(1, 2)
+    read = lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
+    compare(claims, "models_llama_12", "a Llama, 12 layers, T=2048, D=512", make(12), read)
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    models = {form: model.eval() for form, model in make(24).items()}
+    forms = {form: partial(m.generate, ids[:1, :8], **options) for form, m in models.items()}
+    what = "20 tokens generated one by one by a Llama of 24 layers, D=512, two reads over plain"
+    claims.times("decode_llama_24", what, forms, "connected", "plain")
+
+
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     keep_memory()
     claims = Claims("", 5)
     claims.command = "python -m bench.models"
     for name in names or MODELS:
-        make, parents, call = MODELS[name]
-        models = {}
-        for form in ("plain", "connected"):
-            torch.manual_seed(0)
-            models[form] = make().train()
-        for parent in parents.split() or [""]:
-            deepfast.connect(
-                models["connected"].get_submodule(parent), norm="pre", connection="attnres",
-                sublayers="auto",
-            )  # fmt: skip
-        forms = {form: partial(step, model, call) for form, model in models.items()}
-        what = f"step of {name} with two reads a layer over plain, {LAYERS} layers, D={DIM}"
-        claims.times(f"models_{name}_step", what, forms, "connected", "plain")
-        claims.bytes(f"models_{name}_bytes", what, forms, "connected", "plain")
+        if name in MODELS:
+            make, parents, call = MODELS[name]
+            what = f"{name}, {LAYERS} layers, D={DIM}"
+            compare(claims, f"models_{name}", what, both(make, parents), call)
+    if not names or "deep" in names:
+        deep(claims)
     return 0
 
 

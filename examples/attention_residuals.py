@@ -44,26 +44,35 @@ def train(model: LlamaForCausalLM, data: torch.Tensor, steps: int, seed: int) ->
     return losses
 
 
-def main(steps: int = 100) -> tuple[LlamaForCausalLM, list[float], list[float]]:
-    """Returns the model, its losses, and those of its plain twin."""
+def plain_model(data: torch.Tensor, steps: int) -> LlamaForCausalLM:
+    """A Llama without a connection, after these steps."""
     torch.manual_seed(0)
-    data = text()
     config = LlamaConfig(
         vocab_size=256, hidden_size=DIM, intermediate_size=3 * DIM, num_hidden_layers=LAYERS,
         num_attention_heads=4,
     )  # fmt: skip
-    plain = LlamaForCausalLM(config)
-    losses = train(plain, data, 2 * steps, seed=0)
-    print(f"plain: loss {losses[0]:.2f}, after {len(losses)} steps {losses[-1]:.2f}")
+    model = LlamaForCausalLM(config)
+    losses = train(model, data, steps, seed=0)
+    print(f"plain: loss {losses[0]:.2f}, after {steps} steps {losses[-1]:.2f}")
+    return model
 
+
+def connected(plain: LlamaForCausalLM, ids: torch.Tensor):
+    """A copy with attention residuals, which begins with the same logits; and its connection."""
     model = copy.deepcopy(plain)
     residuals = deepfast.connect(
         model.model, norm="pre", connection="attnres", sublayers="auto", additive="gated"
     )
-    ids = data[None, :LENGTH]
     with torch.no_grad():
         print("equal logits:", torch.equal(model(ids).logits, plain(ids).logits))
+    return model, residuals
 
+
+def main(steps: int = 100) -> tuple[LlamaForCausalLM, list[float], list[float]]:
+    """Returns the model, its losses, and those of its plain twin."""
+    data = text()
+    plain = plain_model(data, 2 * steps)
+    model, residuals = connected(plain, data[None, :LENGTH])
     both = [train(m, data, steps, seed=1) for m in (model, plain)]
     last = [sum(losses[-20:]) / len(losses[-20:]) for losses in both]
     print(f"{steps} steps more: {last[0]:.3f} with attention residuals, {last[1]:.3f} without")

@@ -132,12 +132,13 @@ def connect(
     where, found = _find_layers(parent, layers)
     parts = () if sublayers is None else find([*found], sublayers)
     check_free(found, parts)
-    for name in ("layerdrop", "layer_drop"):
-        if getattr(parent, name, 0):
-            raise ValueError(
-                f"{OP}: {type(parent).__name__}.{name} is {getattr(parent, name)}; a depth "
-                "connection needs every layer, so set it to 0 first"
-            )
+    for holder in (parent, getattr(parent, "config", None)):
+        for name in ("layerdrop", "layer_drop"):
+            if getattr(holder, name, 0):
+                raise ValueError(
+                    f"{OP}: {type(holder).__name__}.{name} is {getattr(holder, name)}; a depth "
+                    "connection needs every layer, so set it to 0 first"
+                )
     first_norm = getattr(found[0], "norm_first", None)
     if isinstance(first_norm, bool) and norm is not None and first_norm != (norm == "pre"):
         warnings.warn(
@@ -162,7 +163,7 @@ def connect(
     parent.add_module(NAME, made.train(parent.training))
     added = connection in ATTENTION_RESIDUALS
     first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
-    settings = Settings(where, added, first, recompute, inplace, parts, set())
+    settings = Settings(where, added, first, recompute, inplace, parts, set(), sublayers == "auto")
     attachment = Attachment(parent, found, settings)
     if parts:
         attachment.handles.append(Hooked(found, parts))

@@ -47,6 +47,8 @@ class Settings(NamedTuple):
     checked: set[tuple[int, int, bool]]
     """Layers and sublayers, by number, that were seen to add what their last module returns, and
     whether that was in training."""
+    known: bool = False
+    """Whether their names are from the table of known layers."""
 
     @property
     def reads(self) -> int:

@@ -37,6 +37,11 @@ def version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
+def _shaped(x: Tensor, shape: torch.Size) -> Tensor:
+    """x in another shape: a layer may compute a sublayer on (B * T, D)."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
 class LayerRun:
     """One run of a layer by its parent's loop.
 
@@ -51,7 +56,7 @@ class LayerRun:
     """
 
     def __init__(self, run: Any, k: int, x: Tensor):
-        self.run, self.k, self.row = run, k, x
+        self.run, self.k, self.row, self.shape = run, k, x, x.shape
         # The sublayer that runs, how many of its norms have run, the layer's own sum before it, and
         # the output of its last module; both with their versions.
         self.number, self.norms = -1, 0
@@ -71,13 +76,17 @@ class LayerRun:
                     f"{self._named(number)}: its norms share a read, so they must get one tensor"
                 )
             self.norms += 1
-            return self.row
+            return _shaped(self.row, given.shape)
         if number <= self.number:
             raise RuntimeError(f"{self._named(number)} runs twice in one call of the layer")
         if number > self.number + 1:
-            raise RuntimeError(f"{self._named(self.number + 1)} did not run before the next one")
+            raise RuntimeError(
+                f"{self._named(self.number + 1)} did not run before the next one; list the "
+                "sublayers in the order in which they run"
+            )
         if number > 0:
-            self.row = self.run.later_read(given, self.end(given), len(sublayers) * self.k + number)
+            own, added = _shaped(given, self.shape), self.end(given)
+            self.row = self.run.later_read(own, added, len(sublayers) * self.k + number)
         else:
             if eager:
                 self._check_first(given)
@@ -87,7 +96,7 @@ class LayerRun:
         if eager:
             # Backward may run the norm again with the same tensor, as checkpointing does.
             given.deepfast_run = self.run, self.k  # type: ignore[attr-defined]
-        return self.row
+        return _shaped(self.row, given.shape)
 
     def _check_first(self, given: Tensor) -> None:
         kinds = [(t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (self.row, given)]
@@ -102,7 +111,10 @@ class LayerRun:
         y = output[0] if isinstance(output, tuple) and output else output
         if number != self.number or self.added is not None:
             when = "twice" if self.added is not None else "before its norm"
-            raise RuntimeError(f"{self._named(number)}: its last module runs {when}")
+            raise RuntimeError(
+                f"{self._named(number)}: its last module runs {when}; put None in its place if it "
+                "serves several sublayers, and one tuple of norms for sublayers side by side"
+            )
         self.run.check(self.k, f"output of {self.run.settings.sublayers[number].last}", y)
         self.added = y, version(y)
 
@@ -120,39 +132,51 @@ class LayerRun:
                     f"{self._named(self.number)} is added in place; name its last module, or let "
                     "the layer make a new sum"
                 )
-            return total - before
+            return _shaped(total, self.shape) - _shaped(before, self.shape)
         if found is None:
-            raise RuntimeError(f"{self._named(self.number)}: {sublayer.last} did not run")
+            raise RuntimeError(
+                f"{self._named(self.number)}: {sublayer.last} did not run; sublayers side by side, "
+                "whose norms run first, are one entry with a tuple of norms and None"
+            )
         added, old = found
         if added is total or version(added) != old:
+            what = "is the sum itself" if version(added) == old else "is modified in place"
             raise RuntimeError(
-                f"{self._named(self.number)}: the layer modifies in place what {sublayer.last} "
-                "returned"
+                f"{self._named(self.number)}: what {sublayer.last} returns {what}; put None in its "
+                "place"
             )
-        if same and not torch.compiler.is_compiling():
-            self._check_sum(before, added, total)
-        return added
+        # Of each sublayer once in training and once in evaluation, where a dropout does nothing.
+        this = self.k, self.number, self.run.connection.training
+        settings = self.run.settings
+        if same and this not in settings.checked:
+            if not torch.compiler.is_compiling():
+                self._check_sum(before, added, total)
+            elif not settings.known:
+                raise RuntimeError(
+                    f"{self._named(self.number)}: a graph cannot check that the layer adds what "
+                    f"{sublayer.last} returns; run the model once before torch.compile, in the "
+                    "same mode (train or eval)"
+                )
+        return _shaped(added, self.shape)
 
     @torch.no_grad()
     def _check_sum(self, before: Tensor, added: Tensor, total: Tensor) -> None:
-        """Once for each sublayer in training, and in evaluation, where a dropout behind the module
-        does nothing: raises where its sum is not that before it plus ``added``."""
-        checked = self.run.settings.checked
-        this = self.k, self.number, self.run.connection.training
+        """Raises where the sum behind the sublayer is not that before it plus ``added``."""
         capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
-        if this in checked or total.is_meta or capturing or not total.numel():
+        if total.is_meta or capturing or not total.numel():
             return
         dtype = torch.promote_types(total.dtype, torch.float32)
-        b, a, t = (x.to(dtype) for x in (before, added, total))
+        b, a, t = (_shaped(x, self.shape).to(dtype) for x in (before, added, total))
         # The sum is rounded to the layer's dtype, perhaps more than once. A NaN is no finding.
-        scale = torch.stack([x.abs().amax() for x in (b, a, t)]).amax()
-        if (b + a - t).abs().amax() > 8 * torch.finfo(total.dtype).eps * scale:
+        scale = torch.stack([x.abs().amax(-1) for x in (b, a, t)]).amax(0)
+        if ((b + a - t).abs().amax(-1) > 8 * torch.finfo(total.dtype).eps * scale).any():
             last = self.run.settings.sublayers[self.number].last
             raise RuntimeError(
                 f"{self._named(self.number)} adds something else than {last} returns: name the "
                 "last module before the sum, or None if there is none, and list every sublayer"
             )
-        checked.add(this)
+        settings = self.run.settings
+        settings.checked.add((self.k, self.number, self.run.connection.training))
 
     def last(self, y: Tensor) -> Tensor:
         """What the layer's last sublayer has added; y is the layer's output."""

@@ -58,11 +58,12 @@ The gradients of such sums are the g_l of their rows.
 To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
 `AttentionResiduals` share, checks it, begins a pass with the first one, and calls `boundary`
 (boundary.py), whose autograd node runs one boundary forward and backward. `DepthPass`
-(depth_pass.py) has the states, P, Q and the gradients, in the order of the picture: `partial` gives
-P_l, `_far_pull` gives Q_k. It asks `Schedule` (schedule.py) which row reads which state in which
-pass over the states. Its subclasses `ConstantPass` (dlcl.py) and `AttentionPass`
-(attention_residuals.py) weigh the states and launch the kernels that the picture names.
-`DepthHistory` is the caller's handle on a pass.
+(depth_pass.py; its records are in rows.py) has the states, P, Q and the gradients, in the order of
+the picture: `partial` gives P_l, `_far_pull` gives Q_k. It asks `Schedule` (schedule.py) which row
+reads which state in which pass over the states. Its subclasses `ConstantPass` (dlcl.py) and
+`AttentionPass` (attention_residuals.py) weigh the states and launch the kernels that the picture
+names. `DepthHistory` is the caller's handle on a pass. Inside torch.compile a push goes to
+traced.py, which leaves it to in_graph.py where one graph holds the whole pass.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.boundary import Push
 from deepfast.depth.connection import DepthConnection, check_state
-from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm
+from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.rows import Pair, RowGrads, RowNorm
 from deepfast.depth.schedule import FarPass, block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common

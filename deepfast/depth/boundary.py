@@ -18,7 +18,8 @@ from torch import Tensor
 
 from deepfast import checks
 from deepfast.depth import in_graph
-from deepfast.depth.depth_pass import DepthPass, OutNorm, RowNorm
+from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.rows import OutNorm, RowNorm
 from deepfast.ops import common
 
 

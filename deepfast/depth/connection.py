@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.depth.boundary import Call, DepthHistory, Parameters, Push, boundary, nearest_passes
-from deepfast.depth.depth_pass import DepthPass, OutNorm
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.in_graph import CONNECTIONS
 from deepfast.depth.outside import Begun
+from deepfast.depth.rows import OutNorm
 from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
 from deepfast.ops import common

@@ -5,17 +5,18 @@ Nothing here knows autograd. Its nodes, in boundary.py, call the methods of `Dep
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepfast import backend
 from deepfast.depth.outside import Begun
+from deepfast.depth.rows import NO_NORM, BlockSums, Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
 from deepfast.dtypes import compute_dtype
 from deepfast.ops.common import empty_slots
-from deepfast.ops.register import launch_ops
+from deepfast.ops.graph_launches import graph_launches
 
 OVERWRITTEN = (
     "DepthHistory: a second backward through one forward pass needs its states, and gradients "
@@ -23,86 +24,6 @@ OVERWRITTEN = (
     "inplace=False), or, where a stack such as TransformerEncoder makes the history, run its "
     "forward again"
 )
-
-
-class OutNorm(NamedTuple):
-    """The norm applied to a boundary's output: weight and bias, each (D,) or None, and eps; ``rms``
-    makes it an RMS norm."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    rms: bool = False
-
-
-class RowNorm(NamedTuple):
-    """An `OutNorm` in the compute dtype, and its statistics (T,). An RMS norm has no mean, and rstd
-    is None where there is no norm."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 0.0
-    rms: bool = False
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-
-
-NO_NORM = RowNorm()
-
-
-Pair = tuple[Tensor | None, Tensor | None]
-
-
-class RowGrads(NamedTuple):
-    """What the kernel of a boundary reads in backward, and what it writes: (T, D) each, or None."""
-
-    dx: Tensor | None
-    """Gradients of x and, below, of the norm's result. The kernel adds them to g_k."""
-    dout: Tensor | None
-    near: list[int]
-    """The rows of the block whose gradients it pulls."""
-    pulled: Tensor | None
-    """Q_k, from the rows after the block."""
-    dbranch: Tensor | None
-    """The kernel writes this and everything below."""
-    dresidual: Tensor | None
-    dnorm_weight: Tensor | None
-    """(D,), of the norm behind the row."""
-    dnorm_bias: Tensor | None
-
-
-def numbers_of_rows(like: Tensor, rows: int, tokens: int) -> Sequence[Tensor]:
-    """Room for a number of each token, (T,) for each row, in the dtype of ``like``."""
-    if isinstance(tokens, torch.SymInt):
-        # Inductor of torch 2.13 loses the offset of a view that a launch writes where the offset is
-        # a multiple of a size that it does not know.
-        return [like.new_empty(tokens) for _ in range(rows)]
-    return like.new_empty(rows, tokens).unbind(0)
-
-
-class BlockSums:
-    """The sums of one block of rows or states, in a buffer that the next block uses again."""
-
-    sums: Tensor | None = None
-    """(B, T, D)."""
-    of: Sequence[Tensor | None] = ()
-    """Each sum (T, D); None where the block has none."""
-    start = -1
-    """The first row or state; -1 for no block."""
-
-    def open(self, block: int, like: Tensor) -> Tensor:
-        """The buffer, for states like ``like`` (T, D)."""
-        if self.sums is None:
-            self.sums = empty_slots(block, like)
-        self.of = self.sums.unbind(0)
-        return self.sums
-
-    def skip(self, block: int) -> None:
-        """This block has no sums."""
-        self.of = (None,) * block
-
-    def clear(self) -> None:
-        self.sums, self.of, self.start = None, (), -1
 
 
 class DepthPass:
@@ -165,7 +86,7 @@ class DepthPass:
         width = y.shape[-1]
         name, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, width)
         if name != "cpu" and torch._guards.TracingContext.try_get():
-            self.launch = launch_ops(self.op, owner.backend)
+            self.launch = graph_launches(self.op, owner.backend)
         self.row_norms: Sequence[tuple | None] = (None,) * len(self.like)
         """The connection's own norm behind each row (post-norm), the fields of an `OutNorm` in the
         compute dtype."""

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.boundary import Push
 from deepfast.depth.connection import DepthConnection, part
-from deepfast.depth.depth_pass import DepthPass, Pair, RowGrads, RowNorm, numbers_of_rows
+from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.rows import Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
 from deepfast.renamed import names_arguments

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.rows import OutNorm
 from deepfast.ops import common
 
 CONNECTIONS: WeakValueDictionary[int, Any] = WeakValueDictionary()

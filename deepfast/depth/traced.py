@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepfast import ops
 from deepfast.depth import in_graph
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.rows import OutNorm
 from deepfast.depth.schedule import default_block
 from deepfast.ops import common
 from deepfast.ops.layer_norm import normalise

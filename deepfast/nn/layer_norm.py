@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.connections import names
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.rows import OutNorm
 from deepfast.nn.recompute import Kept, Recompute, plain
 from deepfast.ops.layer_norm import normalise
 

@@ -10,11 +10,9 @@ An op's functions get its operands as one named tuple, built from the schema, an
 by the operands' names. No function depends on positions.
 """
 
-import functools
 import sys
 from collections import namedtuple
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -376,7 +374,7 @@ def gradients(op: Op, ctx, kept: dict, **grads) -> dict:
     return dict(zip(op.gradient_of, op(**kept, **grads, wants=wants), strict=True))
 
 
-def _launch_flops(launch: Launch) -> Callable:
+def launch_flops(launch: Launch) -> Callable:
     def count(*args, out_shape=None, **named) -> int:
         return launch.flops(**dict(zip(launch.names, args, strict=False)), **named)
 
@@ -390,35 +388,7 @@ def _register_launches() -> None:
     torch.library.register_fake("deepfast::advise_states", lambda _states: None)
     for name, launch in LAUNCHES.items():
         torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)
-        register_flop_formula(getattr(torch.ops.deepfast, name))(_launch_flops(launch))
+        register_flop_formula(getattr(torch.ops.deepfast, name))(launch_flops(launch))
 
 
 _register_launches()
-
-
-@functools.cache
-def launch_ops(op: str, requested: str | None) -> SimpleNamespace:
-    """The launches of a depth connection as ops of a graph. Each chooses its backend when it runs:
-    kernels of Triton and the reference are Python, which a graph cannot hold."""
-    ops = {name: _launch_op(op, name, requested) for name in backend.OPS[op]}
-    return SimpleNamespace(**{name: LAUNCHES[name].by_name(run) for name, run in ops.items()})
-
-
-def _launch_op(op: str, name: str, requested: str | None) -> Callable[..., None]:
-    launch, in_graph = LAUNCHES[name], f"{name}_in_graph"
-
-    def run(*operands) -> None:
-        given = dict(zip(launch.names, operands, strict=False))
-        states, (*_, asked_for) = given["states"], operands
-        width = states.shape[-1]
-        _, chosen = backend.choose(op, asked_for, states.device, states.dtype, width)
-        getattr(chosen, name)(**given)
-
-    if not hasattr(torch.ops.deepfast, in_graph):
-        schema = launch.schema.replace(name, in_graph, 1).replace(") ->", ", str? backend) ->")
-        LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        LIBRARY.impl(in_graph, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"deepfast::{in_graph}", lambda *_: None, lib=LIBRARY)
-        register_flop_formula(getattr(torch.ops.deepfast, in_graph))(_launch_flops(launch))
-    default = getattr(torch.ops.deepfast, in_graph).default
-    return lambda *operands: default(*operands, requested)

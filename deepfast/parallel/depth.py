@@ -6,8 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import Call, DepthConnection
-from deepfast.depth.depth_pass import OutNorm
 from deepfast.depth.outside import Begun, later_rows
+from deepfast.depth.rows import OutNorm
 from deepfast.parallel.edges import Edge
 
 Numbers = list[int | None]

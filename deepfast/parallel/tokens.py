@@ -15,7 +15,7 @@ from torch.distributed.tensor.device_mesh import DeviceMesh
 
 from deepfast import checks, ops
 from deepfast.depth.connection import DepthConnection
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.rows import OutNorm
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.reference.dropout import dropout_scale

@@ -114,6 +114,15 @@ class AddsInPlace(TwoParts):
         ))  # fmt: skip
 
 
+class Flat(TwoParts):
+    """Its second half is computed on (B * T, D), as in OPT."""
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        flat = x.reshape(-1, D)
+        return (flat + 0.5 * self.mlp(self.norm2(flat))).view(x.shape)
+
+
 class ByKeyword(TwoParts):
     def forward(self, x):
         x = x + self.attn(self.norm1(input=x))

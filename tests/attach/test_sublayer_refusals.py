@@ -83,7 +83,7 @@ class NoAttention(TwoParts):
         (NormAgain, "the sublayer behind norm1 of layer 0 runs twice in one call of the layer"),
         (Scales, r"layer 0 of Loop.blocks changes its input before its first norm"),
         (Factor, "behind norm1 of layer 0 adds something else than attn returns"),
-        (IntoTheOutput, "the layer modifies in place what attn returned"),
+        (IntoTheOutput, "what attn returns is modified in place; put None"),
         (Transposes, "changes its input before its first norm"),
         (NoAttention, "the sublayer behind norm1 of layer 0: attn did not run"),
     ],
@@ -203,3 +203,15 @@ def test_an_evaluation_first_hides_no_dropout():
     model(X.double())
     with pytest.raises(RuntimeError, match="adds something else than attn returns"):
         model.train()(X.double())
+
+
+def test_names_that_no_run_has_checked_are_not_compiled():
+    torch._dynamo.reset()
+    names = (("norm1", "attn"), ("norm2", "mlp"))
+    model = connected(DropsBehind, names).eval()
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="run the model once before"):
+        run(X.double())
+    wanted = model(X.double())
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(X.double()), wanted)

@@ -20,6 +20,7 @@ from tests.attach.layers import (
     Checkpointed,
     CheckpointedParts,
     Differences,
+    Flat,
     Gated,
     SideBySide,
     TwoParts,
@@ -77,7 +78,12 @@ def test_a_layer_that_checkpoints_itself():
 
 @pytest.mark.parametrize(
     ("layer", "sublayers"),
-    [(SideBySide, [(("norm1", "norm2"), None)]), (Differences, [("norm1", None), ("norm2", None)])],
+    [
+        (SideBySide, [(("norm1", "norm2"), None)]),
+        (Differences, [("norm1", None), ("norm2", None)]),
+        (Flat, [("norm1", None), ("norm2", None)]),
+        (Flat, [("norm1", "attn"), ("norm2", None)]),
+    ],
 )
 def test_other_layers(layer, sublayers):
     got, wanted = both(connected(layer, sublayers))
@@ -148,7 +154,7 @@ def test_nothing_is_left_of_a_pass(options, what):
     assert all(state() is None for state in kept)
 
 
-@pytest.mark.parametrize("layer", [TwoParts, Checkpointed, CheckpointedParts, Differences])
+@pytest.mark.parametrize("layer", [TwoParts, Checkpointed, CheckpointedParts, Differences, Flat])
 @pytest.mark.parametrize("options", [
     {"additive": "gated"}, {"additive": "one"}, {"additive": "gated", "recompute": "layer"},
 ])  # fmt: skip

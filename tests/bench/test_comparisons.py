@@ -142,8 +142,6 @@ def test_the_forms_compute_the_same(form, monkeypatch):
 @pytest.mark.parametrize("group", claims.GROUPS)
 def test_claims(results, monkeypatch, group):
     """Every number that a group measures is one of the file."""
-    if group in claims.EXTRA:
-        pytest.importorskip("transformers")
     known = {key for key, _ in record.read(record.FILE)}
     for name, value in {"DIM": 8, "HEADS": 2, "FFN": 8, "LENGTH": 2, "TOKENS": 4}.items():
         monkeypatch.setattr(claims, name, value)
@@ -154,6 +152,18 @@ def test_claims(results, monkeypatch, group):
     assert {key for key, _ in rows} <= known
     assert len(rows) >= 3
     assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())
+
+
+@pytest.mark.exhaustive
+def test_models(results, monkeypatch):
+    pytest.importorskip("transformers")
+    from bench import models
+
+    known = {key for key, _ in record.read(record.FILE)}
+    monkeypatch.setattr(models, "keep_memory", lambda: None)
+    assert models.main(["torch", "gpt2"]) == 0
+    assert len(record.read()) == 4
+    assert {key for key, _ in record.read()} <= known
 
 
 def test_compiled(results, monkeypatch, capsys):
