@@ -48,7 +48,7 @@ def head_bytes(sizes: Sizes) -> HeadBytes:
     if not sizes.vocab_size:
         return HeadBytes(kept=0, working=0, gradients=0)
     tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
-    chunk = min(chunk_rows(tokens), tokens)
+    chunk = chunk_rows(tokens, sizes.vocab_size, sizes.device)
     table = sizes.vocab_size * sizes.dim
     working = chunk * sizes.vocab_size * sizes.bytes + 2 * tokens * sizes.dim * sizes.bytes
     # FSDP's parameters are in the storage dtype already, and so are their gradients.

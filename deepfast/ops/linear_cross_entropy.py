@@ -17,8 +17,11 @@ from deepfast.reference.linear_cross_entropy import linear_cross_entropy as refe
 
 REDUCTIONS = ("mean", "sum")
 
-# A chunk has 1 / SHARE of the tokens, at least LEAST_ROWS: smaller matrix products are slow.
+# A chunk has 1 / SHARE of the tokens, and at least so many rows that its matrix products are fast.
 SHARE, LEAST_ROWS = 32, 256
+# On a GPU a product of fewer rows is limited by reading and adding the weight's gradient. One of
+# fewer logits has less than two tiles of 128 x 256 for each of 132 multiprocessors.
+CUDA_ROWS, CUDA_LOGITS = 1024, 1 << 23
 # Rows of logits are padded to a multiple of 16 elements, so that each starts at a multiple of 16
 # bytes in every dtype.
 ALIGNED = 16
@@ -27,9 +30,12 @@ ALIGNED = 16
 WIDENED = 2048
 
 
-def chunk_rows(tokens: int) -> int:
-    """Tokens per chunk by default. At T = 8192 a chunk has 3% of all logits."""
-    return max(LEAST_ROWS, -(-tokens // SHARE))
+def chunk_rows(tokens: int, vocabulary: int, device_type: str) -> int:
+    """Tokens per chunk by default. At T = 8192 a chunk has 3% of all logits, on a GPU 1/8."""
+    least = LEAST_ROWS
+    if device_type == "cuda":
+        least = max(CUDA_ROWS, CUDA_LOGITS // max(vocabulary, 1))
+    return min(max(least, -(-tokens // SHARE)), tokens)
 
 
 def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -98,11 +104,14 @@ def _forward(a):
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
     _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]
-    chunk = min(chunk_rows(T) if a.chunk is None else a.chunk, T)
+    chunk = chunk_rows(T, V, hidden.device.type) if a.chunk is None else min(a.chunk, T)
     _, _, correct, dhidden, dweight, dbias, _ = _fake(a)
     correct.zero_()
     projection, shift = weight.to(dtype), None if a.bias is None else a.bias.to(dtype)
-    buffer = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)[:, :V]
+    padded = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)
+    # With AMX torch's product also reads behind the last column, and multiplies that by 0.
+    padded[:, V:].zero_()
+    buffer = padded[:, :V]
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
     if T == 0:
         dweight.zero_(), dbias.zero_()
@@ -337,7 +346,8 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1].
         ignore_index: targets of this value give no loss and no gradient.
         reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
-        chunk_size: tokens per chunk; by default 1/32 of the tokens, at least 256.
+        chunk_size: tokens per chunk; by default 1/32 of the tokens, at least 256. On a GPU at least
+            1,024, and more where the vocabulary has less than 8,192 words.
         return_nll: whether to return the nll too, with the same reduction and without gradient.
         return_correct: whether to return how many targets have the largest logit, int64; of equal
             logits the first counts. An ignored target has none. This reads the logits once more.

@@ -11,6 +11,7 @@ from deepfast import backend as backends
 from deepfast.cases import sentences
 from deepfast.cases.case import Rows
 from deepfast.ops import linear_cross_entropy
+from deepfast.ops.linear_cross_entropy import chunk_rows
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 from tests.ops.cases import assert_agrees
 
@@ -264,3 +265,9 @@ def test_peak_memory_without_gradients(meter):
     with meter() as forward:
         linear_cross_entropy(hidden, weight, target, chunk_size=T // 32)
     assert forward.peak < 0.035 * 4 * T * V
+
+
+def test_chunks_on_a_gpu_have_enough_rows_for_its_products():
+    assert [chunk_rows(T, 32_000, "cpu") for T in (100, 8192, 65_536)] == [100, 256, 2048]
+    assert [chunk_rows(T, 32_000, "cuda") for T in (100, 8192, 65_536)] == [100, 1024, 2048]
+    assert [chunk_rows(8192, V, "cuda") for V in (2, 4096, 152_000)] == [8192, 2048, 1024]

@@ -41,7 +41,7 @@ def assert_losses_agree(one, other):
         for key in expected:
             if key in ("loss", "nll", "accuracy") or key.startswith("grad_norm"):
                 near = pytest.approx(_numbers(expected[key]), rel=1e-5, nan_ok=True)
-                assert _numbers(got[key]) == near, (key, expected)
+                assert _numbers(got[key]) == near, (key, got, expected)
 
 
 def assert_same_runs(one, other):

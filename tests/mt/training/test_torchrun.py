@@ -37,7 +37,9 @@ pytestmark = [
 
 AT, SAVED = 7, "step-00000004"
 KINDS = ("ddp", "fsdp")
-PLAIN = {"model.dropout": 0.0, "train.max_steps": 20, "train.save_every": 5, "train.keep_last": 9}
+# Rounding may move the input of a relu across 0, where its gradient jumps; gelu has no such place.
+PLAIN = {"model.dropout": 0.0, "model.activation": "gelu", "train.max_steps": 20,
+         "train.save_every": 5, "train.keep_last": 9}  # fmt: skip
 SILENT = "rank 1: no answer, killed or stopped from outside"
 
 
