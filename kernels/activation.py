@@ -12,21 +12,13 @@ wanted, a program of backward has several tiles and keeps its part of dbias in r
 import triton
 import triton.language as tl
 
-from .common import (
-    dropout,
-    even_programs,
-    launch,
-    launcher,
-    multiprocessors,
-    residency,
-    rounded,
-    sum_partials,
-)
+from .common import dropout, even_programs, multiprocessors, residency, rounded, sum_partials
+from .launch import cdiv, launch, launcher, next_power_of_2
 
 
 def tile(F: int, itemsize: int) -> dict[str, int]:
     """Channels and tokens of a program: 32 bytes of each operand for each of its 128 threads."""
-    BF = min(256, max(16, triton.next_power_of_2(F)))
+    BF = min(256, max(16, next_power_of_2(F)))
     return {"BT": 4096 // itemsize // BF, "BF": BF, "num_warps": 4}
 
 
@@ -117,7 +109,7 @@ def activation_forward(a):
     if T == 0:
         return
     sides = tile(F, a.h.element_size())
-    programs = triton.cdiv(T, sides["BT"]) * triton.cdiv(F, sides["BF"])
+    programs = cdiv(T, sides["BT"]) * cdiv(F, sides["BF"])
     launch(activation_fwd_kernel, (programs,), a, T=T, F=F, RELU=a.kind == "relu", **sides)
 
 
@@ -125,11 +117,11 @@ def activation_forward(a):
 def activation_backward(a):
     T, F = a.dout.shape
     sides = tile(F, a.dout.element_size())
-    rows, columns = triton.cdiv(T, sides["BT"]), triton.cdiv(F, sides["BF"])
+    rows, columns = cdiv(T, sides["BT"]), cdiv(F, sides["BF"])
     partial = registers = None
     if a.dbias is not None:
         most, registers = residency(24, sides["num_warps"])
-        rows = even_programs(rows, triton.cdiv(most * multiprocessors(a.dout.device), columns))
+        rows = even_programs(rows, cdiv(most * multiprocessors(a.dout.device), columns))
         partial = a.dbias.new_empty(rows, 1, 1, F)
     relu = a.kind == "relu"
     # The result of relu says where it and dropout made it 0.
@@ -140,4 +132,4 @@ def activation_backward(a):
             maxnreg=registers, **unread, **sides,
         )  # fmt: skip
     if partial is not None:
-        sum_partials(partial, a.dbias.view(1, F))
+        sum_partials(partial, a.dbias)

@@ -31,10 +31,10 @@ from .attend import (
 )
 from .common import (
     RowTile,
+    Sum,
     dot,
     dot_weight,
     even_programs,
-    launcher,
     multiprocessors,
     progressions,
     residency,
@@ -42,6 +42,7 @@ from .common import (
     store_rows,
     sum_partials,
 )
+from .launch import call, cdiv, launcher, next_power_of_2
 from .mix_rows import ROWS, sum_into
 
 LOADS = 2
@@ -186,17 +187,18 @@ def attend_rows(a):
     tile = attend_tile(D, a.states.element_size(), 8)
     programs, registers = residency(16, tile.num_warps)
     for count, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
-        BB = min(tile.BT, triton.next_power_of_2(count))
-        groups, tiles = triton.cdiv(count, BB), triton.cdiv(T, tile.BT // BB)
+        BB = min(tile.BT, next_power_of_2(count))
+        groups, tiles = cdiv(count, BB), cdiv(T, tile.BT // BB)
         chunks = even_programs(tiles, programs * multiprocessors(a.states.device))
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
-            attend_rows_kernel[(groups * chunks,)](
+            call(
+                attend_rows_kernel, (groups * chunks,),
                 a.states, a.query, a.bias, a.source_rstd, a.out, a.out_stats,
                 T, a.query.shape[0], *k, K, *row, count, *place,
                 a.states.stride(0), a.states.stride(1), a.out.stride(0), a.out.stride(1),
                 RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0,
                 UNROLL=LOADS, D=D, BB=BB, **tile._asdict(),
-                maxnreg=registers, enable_fp_fusion=True,
+                maxnreg=registers,
             )  # fmt: skip
 
 
@@ -205,55 +207,61 @@ def attend_pull(a):
     _, T, D = a.states.shape
     tile = attend_tile(D, a.states.element_size(), 8)
     for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS):
-        BB = min(tile.BT, triton.next_power_of_2(K))
-        grid = (triton.cdiv(K, BB) * triton.cdiv(T, tile.BT // BB),)
+        BB = min(tile.BT, next_power_of_2(K))
+        grid = (cdiv(K, BB) * cdiv(T, tile.BT // BB),)
         for i, (L, row, first_slot) in enumerate(
             progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))
         ):
             ds = None if a.dquery is None else a.query.new_empty(T, L, K)
             # One row at a time: with two, Triton 3.6 spills.
-            attend_pull_kernel[grid](
+            call(
+                attend_pull_kernel, grid,
                 a.grads, a.states, a.query, a.bias, a.source_rstd, a.stats, a.out, ds,
                 T, a.query.shape[0], *first_slot, *row, L, *k, K, *place,
                 a.grads.stride(0), a.grads.stride(1), a.states.stride(0), a.states.stride(1),
                 a.out.stride(0), a.out.stride(1),
                 RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, UNROLL=1, D=D, BB=BB,
                 **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
-                enable_fp_fusion=True,
             )  # fmt: skip
             if ds is not None and L > 0:
                 later = range(row[0], row[0] + L * row[1], row[1])
                 query_grads(ds, a, k, later)
 
 
-def query_grads(ds, a, sources, rows):
+def query_grads(ds, a, sources, rows, sums=None, outs=()):
     """``dquery[l] += sum ds_lk n_k`` and ``dbias[l, k] = sum ds_lk`` for all ``rows`` l.
 
     Args:
         ds: (T, L, K) fp32, contiguous.
         a: the record of the launch, of which it takes the states and the results.
         sources: (first, step) of the K states.
+        sums, outs: what `sum_partials` gets besides; one launch computes both.
     """
     T, L, K = ds.shape
     D = a.states.shape[2]
-    sides = {"BL": 16, "BT": 16, "BD": 64, "BK": triton.next_power_of_2(K)}
+    sides = {"BL": 16, "BT": 16, "BD": 64, "BK": next_power_of_2(K)}
     if a.states.dtype == torch.bfloat16:
         sides |= {"BL": 16 if L <= 16 else 32, "BT": 32}
-    grid = triton.cdiv(D, sides["BD"]), triton.cdiv(L, sides["BL"])
+    grid = cdiv(D, sides["BD"]), cdiv(L, sides["BL"])
     most = max(1, 4 * multiprocessors(a.states.device) // (grid[0] * grid[1]))
-    chunks = even_programs(triton.cdiv(T, sides["BT"]), most)
+    chunks = even_programs(cdiv(T, sides["BT"]), most)
     dq = ds.new_empty(chunks, 1, L, D)
     db = None if a.dbias is None else ds.new_empty(chunks, 1, L, K)
-    attend_query_kernel[(*grid, chunks)](
+    call(
+        attend_query_kernel, (*grid, chunks),
         ds, a.states, a.source_rstd, dq, db, T, *sources, K, L, a.states.stride(0),
         a.states.stride(1),
-        D=D, **sides, num_warps=4, enable_fp_fusion=True,
+        D=D, **sides, num_warps=4,
     )  # fmt: skip
     start = 0
     for count, (first, step) in progressions(list(rows), limit=len(rows)):
         part = slice(start, start + count)
         of_rows = a.dquery[first : first + count * step : step]
-        sum_partials(dq[:, :, part], of_rows, add=True)
+        if sums is None:
+            sum_partials(dq[:, :, part], of_rows, add=True)
+        else:
+            sum_partials(sums, *outs, more=Sum(dq[:, 0, part], of_rows, add=True))
+            sums = None
         if db is not None:
             sum_into(db[:, :, part], a.dbias, count, (first, step), K, sources)
         start += count

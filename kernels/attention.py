@@ -34,7 +34,8 @@ from .attention_tiles import (
     side,
     store_rows,
 )
-from .common import dot, dropout_factors, launcher, rounded
+from .common import dot, rounded
+from .launch import call, cdiv, dropout_factors, launcher
 
 
 @triton.jit(do_not_specialize=["TQ", "threshold"])
@@ -244,11 +245,12 @@ def attention_forward(a):
     launch, whole_row = forward_launch(a.max_seqlen_q, a.max_seqlen_k, BD, a.q.element_size())
     seqlens_and_seed = a.cu_seqlens_q, a.cu_seqlens_k, a.seed if a.dropout_p else None
     operands = a.q, a.k, a.v, a.o
-    attention_fwd_kernel[(N * H, triton.cdiv(a.max_seqlen_q, launch.BQ))](
+    call(
+        attention_fwd_kernel, (N * H, cdiv(a.max_seqlen_q, launch.BQ)),
         a.q, a.k, a.v, *seqlens_and_seed, a.o, a.lse,
         TQ, H, float(a.scale), *dropout_factors(a.dropout_p),
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
-        G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
+        G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right, **launch._asdict(),
     )  # fmt: skip
 
 
@@ -265,16 +267,18 @@ def attention_backward(a):
     delta = None if whole_row else torch.empty_like(a.lse)
     if not whole_row:
         operands = a.q, a.k, a.v, a.o, a.dout, a.dq
-        attention_bwd_dq_kernel[(N * H, triton.cdiv(a.max_seqlen_q, launch.BQ))](
+        call(
+            attention_bwd_dq_kernel, (N * H, cdiv(a.max_seqlen_q, launch.BQ)),
             a.q, a.k, a.v, a.o, a.lse, delta, a.dout, *seqlens_and_seed, a.dq, *sizes,
             *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
-            G=G, LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
+            G=G, LEFT=left, RIGHT=right, **launch._asdict(),
         )  # fmt: skip
         launch = keys_launch(launch, BD, G, left)
     operands = a.q, a.k, a.v, a.dout, a.dq, a.dk, a.dv
-    attention_bwd_kernel[(N * H // G, 1 if whole_row else triton.cdiv(a.max_seqlen_k, launch.BK))](
+    call(
+        attention_bwd_kernel, (N * H // G, 1 if whole_row else cdiv(a.max_seqlen_k, launch.BK)),
         a.q, a.k, a.v, a.lse, delta, a.dout, *seqlens_and_seed, a.dq, a.dk, a.dv, *sizes,
         *(x.stride(1) for x in operands), *(x.stride(0) for x in operands), D, BD,
         G=G, WHOLE_ROW=whole_row, ONE_TILE=whole_row and a.max_seqlen_q <= launch.BQ and G == 1,
-        LEFT=left, RIGHT=right, **launch._asdict(), enable_fp_fusion=True,
+        LEFT=left, RIGHT=right, **launch._asdict(),
     )  # fmt: skip

@@ -30,10 +30,8 @@ from .attend_rows import LOADS, attend_tile, query_grads
 from .common import (
     dropout,
     even_programs,
-    launch,
-    launcher,
     multiprocessors,
-    passed,
+    passed_near,
     passed_pulls,
     residency,
     rounded,
@@ -42,6 +40,7 @@ from .common import (
     store_sum,
     sum_partials,
 )
+from .launch import cdiv, launch, launcher
 from .near_sum import (
     load_stat,
     load_tile,
@@ -243,13 +242,12 @@ def attention_boundary_forward(a):
     _, T, D = a.states.shape
     if T == 0:
         return
-    # The kernel adds state k last, from registers.
-    near = passed("attention_boundary", "near", [j for j in a.near if j != a.k])
+    near = passed_near("attention_boundary", tuple(a.near), a.k)
     tile = attend_tile(D, a.states.element_size(), 8)
     launch(
-        attention_boundary_fwd_kernel, (triton.cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
-        R=a.query.shape[0], **near._asdict(), s_n=a.states.stride(0), s_state=a.states.stride(1),
-        RELU=a.kind == "relu", READS_OWN=a.k in a.near, UNROLL=LOADS, D=D, **tile._asdict(),
+        attention_boundary_fwd_kernel, (cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
+        R=a.query.shape[0], **near, s_n=a.states.stride(0), s_state=a.states.stride(1),
+        RELU=a.kind == "relu", UNROLL=LOADS, D=D, **tile._asdict(),
         maxnreg=residency(16, tile.num_warps).registers,
     )  # fmt: skip
 
@@ -257,12 +255,12 @@ def attention_boundary_forward(a):
 @launcher
 def attention_boundary_backward(a):
     _, T, D = a.states.shape
-    near = passed("attention_boundary", "near", [j for j in a.near if j != a.k])
-    pulls = passed_pulls("attention_boundary", a)
+    near = passed_near("attention_boundary", tuple(a.near), a.k)
+    pulls = passed_pulls("attention_boundary", tuple(a.pull_rows), tuple(a.pull_slots), a.k)
     tile = attend_tile(D, a.states.element_size(), 4)
     programs, registers = residency(8, tile.num_warps)
     programs *= multiprocessors(a.states.device)
-    programs = even_programs(triton.cdiv(T, tile.BT), programs)
+    programs = even_programs(cdiv(T, tile.BT), programs)
     ds = sums = None
     if a.dquery is not None and pulls.rows:
         ds = a.query.new_empty(T, len(pulls.rows), 1)
@@ -273,12 +271,12 @@ def attention_boundary_backward(a):
         # One state at a time: with two, Triton 3.6 spills.
         launch(
             attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds,
-            p_sums=sums, T=T, R=a.query.shape[0], **near._asdict(), **pulls.numbers,
+            p_sums=sums, T=T, R=a.query.shape[0], **near, **pulls.numbers,
             s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), RELU=a.kind == "relu", READS_OWN=a.k in a.near, UNROLL=1,
+            s_grad=a.grads.stride(1), RELU=a.kind == "relu", UNROLL=1,
             D=D, **tile._asdict(), maxnreg=registers,
         )  # fmt: skip
-    if sums is not None:
-        sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
     if ds is not None:
-        query_grads(ds, a, (a.k, 1), pulls.rows)
+        query_grads(ds, a, (a.k, 1), pulls.rows, sums, channels)
+    elif sums is not None:
+        sum_partials(sums, *channels)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .common import dot, rounded
+from .launch import next_power_of_2
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -119,7 +120,7 @@ class Launch(NamedTuple):
 
 def side(length: int, most: int) -> int:
     """The side of a tile for sentences of at most ``length``."""
-    return min(max(16, triton.next_power_of_2(length)), most)
+    return min(max(16, next_power_of_2(length)), most)
 
 
 def largest_sides(BD: int, itemsize: int) -> tuple[int, int, int]:

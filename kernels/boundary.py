@@ -18,14 +18,13 @@ import triton.language as tl
 
 from .common import (
     RowTile,
+    Sum,
     dropout,
     even_programs,
-    launch,
-    launcher,
     multiprocessors,
     norm_backward,
     normalise,
-    passed,
+    passed_near,
     passed_pulls,
     progression,
     residency,
@@ -35,6 +34,7 @@ from .common import (
     store_sum,
     sum_partials,
 )
+from .launch import cdiv, launch, launcher, next_power_of_2
 from .near_sum import (
     add_dot,
     add_own,
@@ -294,13 +294,12 @@ def boundary_forward(a):
     _, T, D = a.states.shape
     if T == 0:
         return
-    # The kernel adds state k last, from registers.
-    near = passed("boundary", "near", [j for j in a.near if j != a.k])
+    near = passed_near("boundary", tuple(a.near), a.k)
     tile = forward_tile(D, a.states.element_size())
     launch(
-        boundary_fwd_kernel, (triton.cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], row=a.k,
-        **near._asdict(), s_n=a.states.stride(0), s_state=a.states.stride(1),
-        READS_OWN=a.k in a.near, VECTOR=a.weight.dim() == 3,
+        boundary_fwd_kernel, (cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], row=a.k,
+        **near, s_n=a.states.stride(0), s_state=a.states.stride(1),
+        VECTOR=a.weight.dim() == 3,
         UNROLL=loads_at_once(D, a.states.element_size()), D=D, **tile._asdict(),
     )  # fmt: skip
 
@@ -309,39 +308,42 @@ def boundary_forward(a):
 def boundary_backward(a):
     _, T, D = a.states.shape
     device, vector = a.states.device, a.weight.dim() == 3
-    near = passed("boundary", "near", [j for j in a.near if j != a.k])
-    pulls = passed_pulls("boundary", a)
+    near = passed_near("boundary", tuple(a.near), a.k)
+    pulls = passed_pulls("boundary", tuple(a.pull_rows), tuple(a.pull_slots), a.k)
     tile = backward_tile(D, a.states.element_size())
     programs, registers = residency(12, tile.num_warps)
-    programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(device))
+    programs = even_programs(cdiv(T, tile.BT), programs * multiprocessors(device))
     dots = sums = None
     if a.dweight is not None and pulls.rows:
-        dots = a.weight.new_empty(programs, 1, len(pulls.rows), D if vector else 1)
+        dots = a.weight.new_empty(programs, len(pulls.rows), D if vector else 1)
     channels = (a.dnorm_weight, a.dnorm_bias, a.dout_norm_weight, a.dout_norm_bias)
     if any(d is not None for d in channels):
         sums = a.weight.new_empty(programs, 4, 1, D)
     if T > 0:
         launch(
             boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
-            R=a.weight.shape[0], row=a.k, column=a.k, **near._asdict(), **pulls.numbers,
+            R=a.weight.shape[0], row=a.k, column=a.k, **near, **pulls.numbers,
             s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), READS_OWN=a.k in a.near, VECTOR=vector,
+            s_grad=a.grads.stride(1), VECTOR=vector,
             UNROLL=loads_at_once(D, a.states.element_size()),
-            NP=max(8, triton.next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
+            NP=max(8, next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
             maxnreg=registers,
         )  # fmt: skip
+    parts = [] if dots is None else _dot_sums(dots, a.dweight, pulls.rows, a.k)
     if sums is not None:
-        sum_partials(sums, *(None if d is None else d.view(1, D) for d in channels))
-    if dots is not None:
-        _sum_dots(dots, a.dweight, pulls.rows, a.k)
+        sum_partials(sums, *channels, more=parts.pop() if parts else None)
+    for part in parts:
+        sum_partials(part.partial[:, None], part.out)
 
 
-def _sum_dots(dots, dweight, rows, column):
-    """Sums the programs' parts of ``dweight[rows, column]``, for a progression in one launch."""
-    columns = dweight[:, column] if dweight.dim() == 3 else dweight[:, column : column + 1]
-    known = progression(rows)
+def _dot_sums(dots, dweight, rows, column) -> list[Sum]:
+    """The programs' parts of ``dweight[rows, column]``; for a progression they are one sum."""
+    known, (step, *strides), N = progression(rows), dweight.stride(), dots.shape[2]
+    first = dweight.storage_offset() + column * strides[0]
     if known is not None and known.step > 0:
-        sum_partials(dots, columns[rows[0] : rows[-1] + 1 : known.step])
-        return
-    for i, row in enumerate(rows):
-        sum_partials(dots[:, :, i : i + 1], columns[row : row + 1])
+        known_rows = (len(rows), N), (known.step * step, 1), first + rows[0] * step
+        return [Sum(dots, dweight.as_strided(*known_rows))]
+    return [
+        Sum(dots[:, i : i + 1], dweight.as_strided((1, N), (step, 1), first + row * step))
+        for i, row in enumerate(rows)
+    ]

@@ -16,35 +16,19 @@ Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .launch import call, cdiv, next_power_of_2
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 SOURCES = tl.constexpr(16)
 """Tensors that a launch takes as a tuple."""
-
-
-def launcher(launch: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a launcher: its kernels run on the device of its operands.
-
-    Triton launches on the current device, whatever the device of the tensors that it is given.
-    """
-
-    @functools.wraps(launch)
-    def run(a):
-        x = next(x for x in a if isinstance(x, torch.Tensor))
-        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-            return launch(a)
-        with torch.cuda.device(x.get_device()):
-            return launch(a)
-
-    return run
 
 
 class RowTile(NamedTuple):
@@ -56,57 +40,24 @@ class RowTile(NamedTuple):
     num_warps: int
 
 
+@functools.cache
 def row_tile(D: int, itemsize: int, *, per_thread: int, num_warps: int) -> RowTile:
     """Tiles of whole rows with ``per_thread`` elements in each thread, more in very long rows."""
-    BD = max(16, triton.next_power_of_2(D))
+    BD = max(16, next_power_of_2(D))
     warps_per_row = min(16, max(1, BD // (32 * per_thread)))
     num_warps = max(num_warps, warps_per_row)
     BC = min(BD, warps_per_row * 32 * (16 // itemsize))
     return RowTile(BD // BC, max(1, num_warps * 32 * per_thread // BD), BC, num_warps)
 
 
-def dropout_factors(p: float) -> tuple[int, float]:
-    """The smallest draw that is kept, and the factor of a kept element."""
-    threshold = int(p * 65536 + 0.5)
-    return threshold, 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
-
-
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors; under the interpreter, a number for tests."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def stride(x: torch.Tensor | None) -> int:
-    """The distance from row to row; 0 for a missing operand."""
-    return 0 if x is None else x.stride(0)
+    return 2 if device.type != "cuda" else _multiprocessors(device.index)
 
 
 @functools.cache
-def _parameters(kernel) -> list[tuple[str, str, bool]]:
-    """A kernel's parameters: the name, the operand's name, and whether it is a distance of rows."""
-    return [
-        (name, name[2:] if name.startswith(("p_", "s_")) else name.lower(), name.startswith("s_"))
-        for name in kernel.arg_names
-    ]
-
-
-def launch(kernel, programs: tuple[int, ...], a, **given) -> None:
-    """Launches a kernel with what ``given`` names, and with operands of the record ``a``.
-
-    Of the parameters that ``given`` leaves out ``p_NAME`` is the operand NAME, ``s_NAME`` the
-    distance of its rows, ``threshold`` and ``scale`` are those of the dropout, without which
-    ``p_seed`` is None, and another parameter is the operand of its name in lower case.
-    """
-    if "threshold" in kernel.arg_names:
-        given["threshold"], given["scale"] = dropout_factors(a.dropout_p)
-        given.setdefault("p_seed", a.seed if a.dropout_p > 0 else None)
-    for parameter, operand, is_stride in _parameters(kernel):
-        if parameter not in given:
-            x = getattr(a, operand)
-            given[parameter] = stride(x) if is_stride else x
-    kernel[programs](**given, enable_fp_fusion=True)
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
@@ -121,7 +72,7 @@ def row_strides(tensors) -> tuple[int, ...]:
 
 def even_programs(tiles: int, most: int) -> int:
     """The fewest programs that finish ``tiles`` in as many rounds as ``most`` programs would."""
-    return triton.cdiv(tiles, max(1, triton.cdiv(tiles, most)))
+    return cdiv(tiles, max(1, cdiv(tiles, most)))
 
 
 class Residency(NamedTuple):
@@ -131,6 +82,7 @@ class Residency(NamedTuple):
     registers: int
 
 
+@functools.cache
 def residency(warps: int, num_warps: int) -> Residency:
     """For ``warps`` per multiprocessor, which has 65536 registers, allocated in groups of eight."""
     programs = max(1, warps // num_warps)
@@ -154,12 +106,18 @@ def progression(indices: list[int]) -> Progression | None:
     return Progression(first, step, len(indices))
 
 
-def passed(op: str, name: str, indices: list[int]) -> Progression:
-    """The operand ``name`` without k, as it is passed to a boundary's kernel."""
+def _passed(op: str, name: str, indices: list[int]) -> Progression:
     known = progression(indices)
     if known is None:
         raise ValueError(f"{op}: {name} but k must be an arithmetic progression, got {indices}")
     return known
+
+
+@functools.cache
+def passed_near(op: str, near: tuple[int, ...], k: int) -> dict[str, int]:
+    """A boundary's kernel adds state k last, from registers: its arguments for the others."""
+    others = _passed(op, "near", [j for j in near if j != k])
+    return others._asdict() | {"READS_OWN": k in near}
 
 
 class Pulls(NamedTuple):
@@ -171,18 +129,17 @@ class Pulls(NamedTuple):
     """The kernel's arguments: the progressions of the others, and whether row k is one."""
 
 
-def passed_pulls(op: str, a) -> Pulls:
+@functools.cache
+def passed_pulls(op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int) -> Pulls:
     """The kernel adds row k's own gradient first, from registers."""
-    others = [(r, s) for r, s in zip(a.pull_rows, a.pull_slots, strict=True) if r != a.k]
-    rows = [r for r, _ in others]
-    first_row, row_step, pulls = passed(op, "pull_rows", rows)
-    first_slot, slot_step, _ = passed(op, "pull_slots", [s for _, s in others])
-    own = a.k in a.pull_rows
+    others = [(row, slot) for row, slot in zip(rows, slots, strict=True) if row != k]
+    first_row, row_step, pulls = _passed(op, "pull_rows", [row for row, _ in others])
+    first_slot, slot_step, _ = _passed(op, "pull_slots", [slot for _, slot in others])
     numbers = {
         "first_row": first_row, "row_step": row_step, "first_slot": first_slot,
-        "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": own,
+        "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": k in rows,
     }  # fmt: skip
-    return Pulls([a.k] * own + rows, numbers)
+    return Pulls([k] * (k in rows) + [row for row, _ in others], numbers)
 
 
 def progressions(*columns, limit):
@@ -191,6 +148,11 @@ def progressions(*columns, limit):
     A piece covers at most ``limit`` entries and is (its length, then (first, step) for each list).
     Empty lists give one empty piece.
     """
+    return _progressions(tuple(map(tuple, columns)), limit)
+
+
+@functools.cache
+def _progressions(columns, limit):
     size, start, pieces = len(columns[0]), 0, []
     while start < size:
         end, steps = start + 1, [1] * len(columns)
@@ -202,7 +164,7 @@ def progressions(*columns, limit):
         firsts = [c[start] for c in columns]
         pieces.append((end - start, *zip(firsts, steps, strict=True)))
         start = end
-    return pieces or [(0, *[(0, 1)] * len(columns))]
+    return tuple(pieces) or ((0, *[(0, 1)] * len(columns)),)
 
 
 @triton.jit
@@ -349,48 +311,84 @@ def _put_sum(p_out, o_out, b_out, m, ADD: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["P", "s_p", "s_out"],
+    do_not_specialize=[
+        *("P", "R", "wanted", "s_p", "s_out"),
+        *("more_P", "more_R", "s_more", "more_row", "more_column"),
+    ],
     # Rows of a gradient of all layers begin anywhere.
-    do_not_specialize_on_alignment=["p_out0", "p_out1", "p_out2", "p_out3"],
+    do_not_specialize_on_alignment=["p_out0", "p_out1", "p_out2", "p_out3", "p_more_out"],
 )
 def sum_partials_kernel(
-    p_partial, p_out0, p_out1, p_out2, p_out3,
-    P, N,
-    s_p, s_i, s_out,
-    ADD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    p_partial, p_out0, p_out1, p_out2, p_out3, p_more, p_more_out,
+    P, N, R, wanted, more_P, more_R, more_N,
+    s_p, s_i, s_out, s_more, more_row, more_column,
+    ADD: tl.constexpr, MORE_ADD: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.program_id(1), tl.program_id(2)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    p_partial += i * s_i + row * N
+    o_r = tl.zeros((BN,), dtype=tl.int32) + row
+    o_i = tl.zeros((BN,), dtype=tl.int32) + i
+    m_n = (o_n < N) & (o_r < R) & (o_i < wanted)
     b_sum = tl.zeros((BP, BN), dtype=tl.float32)
     for start in range(0, P, BP):
         o_p = start + tl.arange(0, BP).to(tl.int64)
-        m = (o_p < P)[:, None] & (o_n < N)[None, :]
-        b_sum += tl.load(p_partial + o_p[:, None] * s_p + o_n[None, :], mask=m, other=0.0)
+        m = (o_p < P)[:, None] & m_n[None, :]
+        p = p_partial + i * s_i + row * N + o_p[:, None] * s_p + o_n[None, :]
+        b_sum += tl.load(p, mask=m, other=0.0)
     b_out = tl.sum(b_sum, axis=0)
     o_out = row.to(tl.int64) * s_out + o_n
-    o_i = tl.zeros((BN,), dtype=tl.int32) + i
-    _put_sum(p_out0, o_out, b_out, (o_n < N) & (o_i == 0), ADD)
-    _put_sum(p_out1, o_out, b_out, (o_n < N) & (o_i == 1), ADD)
-    _put_sum(p_out2, o_out, b_out, (o_n < N) & (o_i == 2), ADD)
-    _put_sum(p_out3, o_out, b_out, (o_n < N) & (o_i == 3), ADD)
+    _put_sum(p_out0, o_out, b_out, m_n & (o_i == 0), ADD)
+    _put_sum(p_out1, o_out, b_out, m_n & (o_i == 1), ADD)
+    _put_sum(p_out2, o_out, b_out, m_n & (o_i == 2), ADD)
+    _put_sum(p_out3, o_out, b_out, m_n & (o_i == 3), ADD)
+    if p_more is not None:
+        # The last entry of the third axis.
+        m_n = (o_n < more_N) & (o_r < more_R) & (o_i == wanted)
+        b_sum = tl.zeros((BP, BN), dtype=tl.float32)
+        for start in range(0, more_P, BP):
+            o_p = start + tl.arange(0, BP).to(tl.int64)
+            p = p_more + o_p[:, None] * s_more + row * more_N + o_n[None, :]
+            b_sum += tl.load(p, mask=(o_p < more_P)[:, None] & m_n[None, :], other=0.0)
+        o_out = row.to(tl.int64) * more_row + o_n.to(tl.int64) * more_column
+        _put_sum(p_more_out, o_out, tl.sum(b_sum, axis=0), m_n, MORE_ADD)
 
 
-def sum_partials(partial: torch.Tensor, *outs: torch.Tensor | None, add: bool = False) -> None:
+class Sum(NamedTuple):
+    """``out = partial.sum(0)``, added to it with ``add``."""
+
+    partial: torch.Tensor
+    """(P, R, N) fp32; all strides but the first are those of a contiguous tensor."""
+    out: torch.Tensor
+    """(R, N) fp32, of any strides."""
+    add: bool = False
+
+
+def sum_partials(
+    partial: torch.Tensor, *outs: torch.Tensor | None, add: bool = False, more: Sum | None = None
+) -> None:
     """``outs[i] = partial[:, i].sum(0)`` in one launch, always in the same order.
 
     Args:
         partial: (P, I, R, N) fp32, contiguous: the parts of I <= 4 outputs from P programs.
-        outs: (R, N) fp32, last stride 1, equal row strides; None for an output that is not needed.
+        outs: (R, N) fp32, last stride 1, equal row strides, or (N,) where R is 1; None for an
+            output that is not needed.
         add: whether to add to what ``outs`` hold.
+        more: a sum that the same launch computes.
     """
     P, wanted, R, N = partial.shape
-    s_out = next(out.stride(0) for out in outs if out is not None)
+    s_out = 0 if R == 1 else next(out.stride(0) for out in outs if out is not None)
     outs = (*outs, None, None, None)[:4]
     # One output needs no stride between outputs; a 0 keeps Triton from compiling for its value.
     s_i = partial.stride(1) if wanted > 1 else 0
-    BN = 16
-    sum_partials_kernel[(triton.cdiv(N, BN), R, wanted)](
-        partial, *outs, P, N, partial.stride(0), s_i, s_out, ADD=add, BP=256, BN=BN,
-        num_warps=4, enable_fp_fusion=True,
+    BN, grid, more_sizes = 16, (cdiv(N, 16), R, wanted), (0, 0, 0)
+    p_more = p_more_out = None
+    more_strides = 0, 0, 0
+    if more is not None:
+        p_more, p_more_out, more_sizes = more.partial, more.out, more.partial.shape
+        more_strides = p_more.stride(0), *p_more_out.stride()
+        grid = cdiv(max(N, more_sizes[2]), BN), max(R, more_sizes[1]), wanted + 1
+    call(
+        sum_partials_kernel, grid, partial, *outs, p_more, p_more_out, P, N, R, wanted, *more_sizes,
+        partial.stride(0), s_i, s_out, *more_strides,
+        ADD=add, MORE_ADD=more is not None and more.add, BP=256, BN=BN, num_warps=4,
     )  # fmt: skip

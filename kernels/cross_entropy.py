@@ -12,7 +12,8 @@ cache. Whole blocks of BV have no mask: with one, an odd V would force accesses 
 import triton
 import triton.language as tl
 
-from .common import launch, launcher, rounded
+from .common import rounded
+from .launch import launch, launcher, next_power_of_2
 
 NUM_WARPS = 8
 # Two accesses of 16 bytes for each thread, in 16 bits.
@@ -105,5 +106,5 @@ def cross_entropy(a):
         return
     launch(
         cross_entropy_kernel, (T,), a, V=V, smoothing=a.label_smoothing,
-        BV=min(MOST, max(16, triton.next_power_of_2(V))), num_warps=NUM_WARPS,
+        BV=min(MOST, max(16, next_power_of_2(V))), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -23,8 +23,6 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
-    launch,
-    launcher,
     load_rows,
     multiprocessors,
     pick,
@@ -37,6 +35,7 @@ from .common import (
     store_sum,
     sum_partials,
 )
+from .launch import cdiv, launch, launcher
 
 
 @triton.jit
@@ -251,7 +250,7 @@ def depth_attention_forward(a):
     for first in range(0, K, SOURCES.value):
         group = source_group(a.sources, first)
         launch(
-            depth_attention_fwd_kernel, (H * triton.cdiv(T, tile.BT),), a, sources=group,
+            depth_attention_fwd_kernel, (H * cdiv(T, tile.BT),), a, sources=group,
             s_sources=row_strides(group), p_scores=_columns(a.scores, first, H), s_scores=K * H,
             p_sum=carried, T=T, K=min(SOURCES.value, K - first), H=H, FIRST=first == 0,
             LAST=first + SOURCES.value >= K, STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
@@ -269,16 +268,16 @@ def depth_attention_backward(a):
     delta = torch.empty_like(a.most) if H > 1 and a.most is not None else None
     if delta is not None:
         # With one hop the main kernel computes delta itself, once for all sources.
-        programs = (triton.cdiv(T * H, tile.BT),)
+        programs = (cdiv(T * H, tile.BT),)
         launch(depth_attention_delta_kernel, programs, a, p_delta=delta, R=T * H, **sides)
     # How many programs run at once with 168 registers per thread: 3 of 4 warps, 2 of 8, 1 of 16.
     programs = (1 + 8 // tile.num_warps) * multiprocessors(a.dout.device)
-    chunks = min(triton.cdiv(T, tile.BT), programs)
-    groups = triton.cdiv(K, SOURCES.value)
+    chunks = min(cdiv(T, tile.BT), programs)
+    groups = cdiv(K, SOURCES.value)
     learns = a.dquery is not None
     # With several hops another kernel sums the gradients of their queries.
     slopes = a.most.new_empty(T, K, H) if learns and H > 1 else None
-    hop_chunks = min(chunks, triton.cdiv(programs, H))
+    hop_chunks = min(chunks, cdiv(programs, H))
     partial = a.most.new_empty(groups, hop_chunks, 1, H, D) if learns else None
     # Reading fp32 tiles ahead would not leave enough registers.
     stages = 1 if a.dout.element_size() == 4 else 3

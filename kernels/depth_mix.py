@@ -16,8 +16,6 @@ import triton.language as tl
 from .common import (
     SOURCES,
     flat_rows,
-    launch,
-    launcher,
     load_rows,
     multiprocessors,
     norm_backward,
@@ -31,6 +29,7 @@ from .common import (
     store_sum,
     sum_partials,
 )
+from .launch import cdiv, launch, launcher
 
 
 @triton.jit
@@ -145,7 +144,7 @@ def depth_mix_forward(a):
     total = a.weight.new_empty(T, D) if more else None
     for first in range(0, len(a.sources), SOURCES.value):
         launch(
-            depth_mix_fwd_kernel, (triton.cdiv(T, tile.BT),), a, **_group(a, first),
+            depth_mix_fwd_kernel, (cdiv(T, tile.BT),), a, **_group(a, first),
             p_norm_bias=None if a.norm_bias is None else a.norm_bias[first:], p_sum=total, T=T,
             FIRST=first == 0, LAST=first + SOURCES.value >= len(a.sources),
             STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
@@ -164,7 +163,7 @@ def depth_mix_backward(a):
         group = _group(a, first)
         K = group["K"]
         dgroup = source_group(a.dsources, first) if a.dsources else None
-        chunks = min(triton.cdiv(T, tile.BT), triton.cdiv(programs, K))
+        chunks = min(cdiv(T, tile.BT), cdiv(programs, K))
         partial = a.weight.new_empty(chunks, 2, K, D) if want else None
         launch(
             depth_mix_bwd_kernel, (K, chunks), a, **group, dsources=dgroup,

@@ -19,8 +19,6 @@ from .common import (
     dropout,
     even_programs,
     flat_rows,
-    launch,
-    launcher,
     load_rows,
     multiprocessors,
     norm_backward,
@@ -33,6 +31,7 @@ from .common import (
     store_sum,
     sum_partials,
 )
+from .launch import cdiv, launch, launcher
 
 
 def forward_tile(D: int, itemsize: int) -> RowTile:
@@ -167,7 +166,7 @@ def layer_norm_forward(a):
     tile = forward_tile(D, a.x.element_size())
     # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
     registers = 128 if a.dropout_p > 0 else None
-    programs = (triton.cdiv(T, tile.BT),)
+    programs = (cdiv(T, tile.BT),)
     launch(layer_norm_fwd_kernel, programs, a, T=T, D=D, maxnreg=registers, **tile._asdict())
 
 
@@ -176,7 +175,7 @@ def layer_norm_backward(a):
     T, D = a.sum.shape
     tile = backward_tile(D, a.sum.element_size())
     programs, registers = backward_residency(tile, a.dsum is not None or a.dropout_p > 0)
-    programs = even_programs(triton.cdiv(T, tile.BT), programs * multiprocessors(a.sum.device))
+    programs = even_programs(cdiv(T, tile.BT), programs * multiprocessors(a.sum.device))
     partial = None
     if a.dweight is not None or a.dbias is not None:
         partial = a.rstd.new_empty(programs, 2, 1, D)
@@ -186,4 +185,4 @@ def layer_norm_backward(a):
             maxnreg=registers, **tile._asdict(),
         )  # fmt: skip
     if partial is not None:
-        sum_partials(partial, *(None if d is None else d.view(1, D) for d in (a.dweight, a.dbias)))
+        sum_partials(partial, a.dweight, a.dbias)

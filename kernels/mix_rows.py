@@ -14,15 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import (
-    dot,
-    dot_weight,
-    launcher,
-    multiprocessors,
-    progressions,
-    rounded,
-    sum_partials,
-)
+from .common import dot, dot_weight, multiprocessors, progressions, rounded, sum_partials
+from .launch import call, cdiv, launcher, next_power_of_2
 
 ROWS = 16
 """Sums that a launch keeps."""
@@ -236,7 +229,7 @@ def _stream_shape(states, weight, norm_weight, norm_bias):
 
 def _stream_tile(T, D, BD, elements):
     """(BT, BD) of a tile with ``elements`` elements and at most ``BD`` channels, unless T is 1."""
-    BD = min(elements if T == 1 else BD, max(16, triton.next_power_of_2(D)))
+    BD = min(elements if T == 1 else BD, max(16, next_power_of_2(D)))
     return elements // BD, BD
 
 
@@ -245,11 +238,11 @@ def mix_rows(a):
     T, D = _stream_shape(a.states, a.weight, a.norm_weight, a.norm_bias)
     for count, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
         if a.states.dtype == torch.bfloat16 and a.weight.dim() == 2:
-            kernel, BR = mix_rows_dot_kernel, max(8, triton.next_power_of_2(count))
+            kernel, BR = mix_rows_dot_kernel, max(8, next_power_of_2(count))
             BT, BD = _stream_tile(T, D, 64, 512)
             sides = {"BT": BT, "BD": BD, "STAGES": 2, "num_warps": 4}
         else:
-            kernel, BR = mix_rows_kernel, triton.next_power_of_2(count)
+            kernel, BR = mix_rows_kernel, next_power_of_2(count)
             BT, BD = _stream_tile(T, D, 128, 2048 if count <= 8 else 1024)
             sides = {
                 "PER_CHANNEL": a.weight.dim() == 3,
@@ -258,13 +251,14 @@ def mix_rows(a):
                 "STAGES": 4,
                 "num_warps": 4,
             }
-        grid = (triton.cdiv(T, BT) * triton.cdiv(D, BD),)
+        grid = (cdiv(T, BT) * cdiv(D, BD),)
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
-            kernel[grid](
+            call(
+                kernel, grid,
                 a.states, a.weight, a.norm_weight, a.norm_bias, a.out,
                 T, D, a.weight.shape[0], *k, K, *row, count, *place,
                 a.states.stride(0), a.out.stride(0),
-                ACCUMULATE=a.accumulate or i > 0, BR=BR, **sides, enable_fp_fusion=True,
+                ACCUMULATE=a.accumulate or i > 0, BR=BR, **sides,
             )  # fmt: skip
 
 
@@ -274,28 +268,29 @@ def pull_rows(a):
     per_channel = a.weight.dim() == 3
     use_dot = a.states.dtype == torch.bfloat16 and not per_channel
     for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS if use_dot else ROWS // 2):
-        BK = max(8, triton.next_power_of_2(K))
+        BK = max(8, next_power_of_2(K))
         if use_dot:
             kernel, shape = pull_rows_dot_kernel, (a.states[0].numel(), a.states.shape[2])
             sides = {"BW": 4, "BN": 1024 // BK, "num_warps": 4, "num_stages": 1}
-            programs = triton.cdiv(shape[0], sides["BW"] * sides["BN"])
+            programs = cdiv(shape[0], sides["BW"] * sides["BN"])
             programs = min(programs, 3 * multiprocessors(a.states.device))
         else:
             kernel, shape = pull_rows_kernel, (T, D)
             # A weight per channel needs a partial sum per channel, so tiles have more tokens.
             BT, BD = _stream_tile(T, D, 32 if per_channel else 128, 2048)
             sides = {"PER_CHANNEL": per_channel, "BT": BT, "BD": BD, "STAGES": 3, "num_warps": 8}
-            programs = triton.cdiv(T, BT) * triton.cdiv(D, BD)
+            programs = cdiv(T, BT) * cdiv(D, BD)
         for i, (L, row, slot) in enumerate(progressions(a.rows, a.grad_slots, limit=len(a.rows))):
             partial = None
             if a.dweight is not None:
-                size = (triton.cdiv(T, BT), 1, L, K * D) if per_channel else (programs, 1, L, K)
+                size = (cdiv(T, BT), 1, L, K * D) if per_channel else (programs, 1, L, K)
                 partial = a.weight.new_zeros(size) if use_dot else a.weight.new_empty(size)
-            kernel[(programs,)](
+            call(
+                kernel, (programs,),
                 a.grads, a.states, a.weight, a.norm_weight, a.norm_bias, a.out, partial,
                 *shape, a.weight.shape[0], *slot, *row, L, *k, K, *place,
                 a.grads.stride(0), a.states.stride(0), a.out.stride(0),
-                ACCUMULATE=a.accumulate or i > 0, BK=BK, **sides, enable_fp_fusion=True,
+                ACCUMULATE=a.accumulate or i > 0, BK=BK, **sides,
             )  # fmt: skip
             if partial is not None:
                 sum_into(partial, a.dweight, L, row, K, k)

@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, launcher, rounded
+from .common import dot, rounded
+from .launch import call, cdiv, launcher, next_power_of_2
 
 
 def tile(B: int, H: int, itemsize: int) -> dict[str, int]:
     """Sentences, channels and depth of a program's product, small so that there are many programs.
     Each thread has 16 bytes of a full tile."""
-    BB = max(16, triton.next_power_of_2(min(B, 32)))
-    BK = min(128 // itemsize, max(16, triton.next_power_of_2(H)))
+    BB = max(16, next_power_of_2(min(B, 32)))
+    BK = min(128 // itemsize, max(16, next_power_of_2(H)))
     return {"BB": BB, "BH": 16, "BK": BK, "num_warps": itemsize}
 
 
@@ -200,13 +201,14 @@ def peephole_lstm_forward(a):
     _start(a.c_last, a.c0)
     if B == 0:
         return
-    grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
+    grid = (cdiv(B, sides["BB"]), cdiv(H, sides["BH"]))
     for step in range(T):
         before = a.h if step or a.h0 is None else a.h0
         depth = 0 if before is a.h and step == 0 else H
-        peephole_lstm_fwd_kernel[grid](
+        call(
+            peephole_lstm_fwd_kernel, grid,
             a.f, a.weight, a.peephole, before, a.lengths, a.h, a.h_last, a.c_last, a.c, a.gates,
-            step, depth, T, B, H=H, REVERSE=a.reverse, **sides, enable_fp_fusion=True,
+            step, depth, T, B, H=H, REVERSE=a.reverse, **sides,
         )  # fmt: skip
 
 
@@ -218,12 +220,13 @@ def peephole_lstm_backward(a):
         a.df.zero_()
     dc = a.c.new_empty(B, H) if a.dc0 is None else a.dc0
     _start(dc, a.dc_last)
-    grid = (triton.cdiv(B, sides["BB"]), triton.cdiv(H, sides["BH"]))
+    grid = (cdiv(B, sides["BB"]), cdiv(H, sides["BH"]))
     sums = a.c.new_zeros(max(1, grid[0]), 3, H)
     for step in reversed(range(T if B else 0)):
-        peephole_lstm_bwd_kernel[grid](
+        call(
+            peephole_lstm_bwd_kernel, grid,
             a.dh, a.dh_last, a.weight, a.peephole, a.c0, a.lengths, a.c, a.gates, a.df, dc, sums,
-            step, T, B, H=H, REVERSE=a.reverse, **sides, enable_fp_fusion=True,
+            step, T, B, H=H, REVERSE=a.reverse, **sides,
         )  # fmt: skip
     a.dpeephole.copy_(sums.sum(0))
     if a.dh0 is None:

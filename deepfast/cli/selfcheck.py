@@ -2,7 +2,8 @@
 
 Each op, backend and dtype runs in a process of its own, forward and backward. The kernels that are
 right are timed against torch's own form. Without this command, each kernel is checked in one case
-before its first use. Exit code 1: a kernel failed; then the next backend serves."""
+before its first use. Each result is kept at once, and a second run checks only what has none. Exit
+code 1: a kernel failed; then the next backend serves."""
 
 import argparse
 import json
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", help=f"one of {names}; default: all")
     parser.add_argument("--device", default="cuda", help="a GPU, as cuda:1; default: the current")
     parser.add_argument("--thorough", action="store_true", help="more sizes; takes minutes")
+    parser.add_argument("--again", action="store_true", help="also kernels that were right before")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--write", metavar="FILE", type=Path, help="write that JSON to FILE too")
 
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(line, flush=True)
 
-    fine = full.check(results, wanted, device, thorough=args.thorough, say=say)
+    options = {"thorough": args.thorough, "again": args.again}
+    fine = full.check(results, wanted, device, **options, say=say)
     backend.forget()
     found = {"file": str(results.path), "key": results.key, "lines": lines}
     text = json.dumps(found, indent=2) + "\n"

@@ -7,23 +7,36 @@ crashes or hangs ends only its own process, and its end is the result.
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from deepfast.selfcheck.store import Store
 
 SECONDS = 300.0
-"""The limit of a process: it imports torch, compiles kernels and runs all cases."""
+"""The limit of a case: a process imports torch before the first one, and compiles its kernels."""
 
 PROCESSES = 8
 """Maximum number of parallel processes. They mostly compile."""
+
+ORDER = (
+    "boundary", "attention_boundary", "layer_norm", "linear_cross_entropy", "attention",
+    "activation",
+)  # fmt: skip
+"""The ops of a training step come first, others later."""
+
+DTYPES = ("bfloat16", "float32", "float16")
+"""In the order in which they are checked."""
 
 LENGTHS = (64, 512, 4096)
 """Longest sentences at which attention is timed: tiles that suit one do not suit another."""
@@ -60,26 +73,55 @@ def run(job: dict, seconds: float = SECONDS, prelude: str = "") -> dict:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "OMP_NUM_THREADS": "1",
     }
-    try:
-        done = subprocess.run(
+    lines: queue.Queue[bytes] = queue.Queue()
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
             # -P: the current folder may hold files with the names of packages.
             [sys.executable, "-P", "-c", code, json.dumps(job)],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds,
+            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
         )  # fmt: skip
-        end, out, errors = _end(done.returncode), done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        end, out, errors = f"no answer within {seconds:g} s", expired.stdout or b"", b""
-    # The last line of a process that ends may be cut off.
-    lines = [json.loads(line) for line in out.decode().rpartition("\n")[0].splitlines()]
-    last = lines[-1] if lines else {}
+        with process, process.stdout as out:  # type: ignore[union-attr]
+            # A read has no time limit, so that another thread waits for the lines.
+            threading.Thread(target=_pass_on, args=(out, lines), daemon=True).start()
+            try:
+                last, end = _follow(lines, seconds)
+            except BaseException:
+                process.kill()
+                raise
+            if end is not None:
+                process.kill()
+        errors.seek(0)
+        said = (errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
     if "error" in last:
         return last
-    said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
-    end += f": {said}" if said else ""
-    if not lines:
+    if end is None:
+        end = _end(process.returncode) + (f": {said}" if said else "")
+    if not last:
         raise RuntimeError(f"{job['op']}: no test case was run: {end}")
     # Linux kills a process when the machine has no memory left.
     return {"error": f"{last['case']}: {end}", "by": last["by"], "memory": "SIGKILL" in end}
+
+
+def _pass_on(out: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    """Puts each line into ``lines``, and an empty one at the end."""
+    with contextlib.suppress(ValueError):  # The parent has closed it.
+        for line in out:
+            lines.put(line)
+    lines.put(b"")
+
+
+def _follow(lines: queue.Queue[bytes], seconds: float) -> tuple[dict, str | None]:
+    """The last whole line, and why the process must be ended, if it must."""
+    last: dict = {}
+    while True:
+        try:
+            line = lines.get(timeout=seconds)
+        except queue.Empty:
+            return last, f"no answer within {seconds:g} s"
+        # The last line of a process that ends may be cut off.
+        if not line.endswith(b"\n"):
+            return last, None
+        last = json.loads(line)
 
 
 def _end(status: int) -> str:
@@ -92,32 +134,46 @@ def _end(status: int) -> str:
 Start = Callable[[dict], dict]
 
 
+def _rank(kernels: tuple[str, str, str]) -> tuple:
+    op, by, dtype = kernels
+    return DTYPES.index(dtype), ORDER.index(op) if op in ORDER else len(ORDER), op, by
+
+
 def check(
     store: Store, wanted: dict[str, dict[str, list[str]]], device: torch.device, *,
-    thorough: bool = False, say: Callable[[str], None] = print, start: Start | None = None,
+    thorough: bool = False, again: bool = False, say: Callable[[str], None] = print,
+    start: Start | None = None,
 ) -> bool:  # fmt: skip
     """Runs all cases of the wanted kernels, then times those that passed. Stores and reports each
     result at once. Returns whether all kernels passed.
 
     wanted: op -> backend -> dtypes, such as "bfloat16".
+    again: whether kernels that were right before are checked again.
     start: replaces `run` in tests.
     """
     kernels = [
         (op, by, dtype)
         for op, backends in wanted.items() for by, dtypes in backends.items() for dtype in dtypes
     ]  # fmt: skip
+    kernels.sort(key=_rank)
     shared = {"device": str(device), "thorough": thorough}
     start = start or run
     right: dict[tuple[str, str], list[str]] = {}
     fine = True
+    if not (again or thorough):
+        # A kernel that was wrong is checked again.
+        known = [k for k in kernels if k in store.full and k not in store.wrong]
+        kernels = [k for k in kernels if k not in known]
+        for k in known:
+            say(f"{' '.join(k)}: right on {store.full[k]}; --again checks it again")
     pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, PROCESSES)))
     try:
-        jobs = [
-            pool.submit(start, shared | {"op": op, "by": [by], "dtype": dtype})
+        jobs = {
+            pool.submit(start, shared | {"op": op, "by": [by], "dtype": dtype}): (op, by, dtype)
             for op, by, dtype in kernels
-        ]
-        for (op, by, dtype), job in zip(kernels, jobs, strict=True):
-            result = job.result()
+        }
+        for job in as_completed(jobs):
+            (op, by, dtype), result = jobs[job], job.result()
             fine &= result["error"] is None
             say(f"{op} {by} {dtype}: {result['error'] or 'right'}")
             _keep(store, op, by, dtype, result, say)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import attention, claims, compiled, depth, encoder, gradients, overhead, record
+from bench import attention, claims, compiled, depth, encoder, gradients, launch_overhead, record
 
 
 @pytest.fixture(autouse=True)
@@ -15,15 +15,18 @@ def _one_thread(threads):
         yield
 
 
-def test_the_overhead_of_calls(monkeypatch, capsys):
-    monkeypatch.setattr(overhead, "LAYERS", 2)
-    monkeypatch.setattr(overhead, "CALLS", 2)
-    monkeypatch.setattr(overhead, "keep_memory", lambda: None)
-    assert overhead.main() == 0
-    rows = re.findall(r"^ *\d+\.\d us (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(rows) == 18
-    assert rows[:2] == ["ops.layer_norm, forward", "ops.layer_norm, both ways"]
-    assert rows[-1] == "full boundary, both ways, Python alone"
+def test_the_overhead_of_launches(monkeypatch, capsys):
+    for name, value in (("LAYERS", 9), ("CALLS", 2), ("ROUNDS", 1)):
+        monkeypatch.setattr(launch_overhead, name, value)
+    monkeypatch.setattr(launch_overhead, "keep_memory", lambda: None)
+    assert launch_overhead.main(["cpu"]) == 0
+    rows = re.findall(r"^ *\d+\.\d us cpu: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert rows[:2] == [
+        "deepfast's add_layer_norm, forward",
+        "deepfast's add_layer_norm, both ways",
+    ]
+    assert {"layer_norm, forward", "a push of DLCL, both ways, without launches"} <= {*rows}
+    assert {"boundary_backward", "mix_rows", "attend_pull"} <= {*rows}
 
 
 def test_attention_beside_sdpa(capsys, monkeypatch):

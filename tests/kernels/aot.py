@@ -35,6 +35,8 @@ from aot_cases import CASES, LAYERS, T
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from deepfast.kernels.launch import Kernel
+
 COMMITTED = Path(__file__).parents[2] / "bench" / "results" / "aot.md"
 
 HEADER = f"""\
@@ -53,6 +55,33 @@ straight to shared memory, *tensor core* the matrix instructions, *spills* the a
 memory. A kernel of several cases has its row at the first of them.
 
 """
+
+
+# ---- what compiled kernels are kept by -----------------------------------------------------------
+
+
+class Keys:
+    """`deepfast.kernels.launch` keeps compiled kernels by its own keys. Where Triton would compile
+    two kernels, these must differ."""
+
+    def __init__(self):
+        self.theirs: dict[tuple, set[str]] = {}
+        variant, self.ours = Kernel.variant, None
+
+        def remember(*given):
+            found = variant(*given)
+            self.ours = found[0]
+            return found
+
+        Kernel.variant = remember
+
+    def add(self, kernel, key) -> None:
+        """Called where Triton would compile ``kernel``, with its own key."""
+        self.theirs.setdefault((kernel.__name__, self.ours), set()).add(str(key))
+
+    def faults(self) -> list[str]:
+        return [f"{name} {ours}: {len(theirs)} kernels of Triton"
+                for (name, ours), theirs in self.theirs.items() if len(theirs) > 1]  # fmt: skip
 
 
 # ---- one case ----------------------------------------------------------------------------------

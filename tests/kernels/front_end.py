@@ -184,10 +184,12 @@ def run(launcher, launch, v: dict) -> None:
 # ---- the front end -----------------------------------------------------------------------------
 
 _seen: Counter = Counter()
+KEYS = aot.Keys()
 
 
 def to_ir(self, key, signature, device, constexprs, options, attrs, warmup) -> None:
     """Instead of JITFunction._do_compile."""
+    KEYS.add(self, key)
     _seen[self.__name__, str(key)] += 1
     if _seen[self.__name__, str(key)] > 1:
         return
@@ -237,6 +239,7 @@ def main() -> int:
             for o in launch.operands:
                 if o.type == "Tensor?" and not (called[o.name, True] and called[o.name, False]):
                     failed[f"{launch.name}: {o.name} was always given, or never"] += 1
+    failed.update(KEYS.faults())
     for said, count in failed.items():
         print(f"{count} times {said}")
     print(

@@ -22,9 +22,11 @@ TOKENS = (8190, 8192, 4096, 4112, 33)
 """With and without the factor 16, for which Triton compiles a variant of its own."""
 
 _seen: dict[str, set] = {}
+KEYS = aot.Keys()
 
 
 def _record(kernel, key, *_args, **_named) -> None:
+    KEYS.add(kernel, key)
     _seen.setdefault(kernel.__name__, set()).add(key)
 
 
@@ -99,7 +101,8 @@ def main() -> None:
     aot.use_target(90)
     JITFunction._do_compile = _record
     cases = {case.name: of_case(case) for case in aot_cases.CASES}
-    print(json.dumps({"cases": cases, "blocks": of_blocks()}))
+    found = {"cases": cases, "blocks": of_blocks(), "faults": KEYS.faults()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

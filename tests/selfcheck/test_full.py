@@ -149,6 +149,32 @@ def test_a_wrong_kernel_does_not_serve(start, capsys):
     assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "triton"
 
 
+def test_a_second_run_checks_what_has_no_result(start, capsys, monkeypatch):
+    run, ran = full.run, []
+
+    def first(job):
+        # All but the first process end with the program.
+        if ran:
+            raise KeyboardInterrupt
+        ran.append((job["by"], job["dtype"]))
+        return run(job)
+
+    monkeypatch.setattr(full, "PROCESSES", 1)
+    monkeypatch.setattr(full, "run", first)
+    assert command() == 130
+    # What a training step uses most comes first.
+    assert ran == [(["triton"], "bfloat16")]
+    monkeypatch.setattr(full, "run", lambda job: ran.append((job["by"], job["dtype"])) or run(job))
+    store.forget()
+    assert command() == 0
+    assert "layer_norm triton bfloat16: right on 20" in capsys.readouterr().out
+    checked = [(["triton"], dtype) for dtype in ("bfloat16", "float32", "float16")]
+    assert ran[:3] == checked
+    ran.clear()
+    assert command("--again") == 0
+    assert ran[:3] == checked
+
+
 def test_what_memory_or_times_say(start, capsys):
     start["triton"] = "out of memory"
     assert command() == 1

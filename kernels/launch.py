@@ -1,0 +1,198 @@
+"""How kernels are launched, past most of what Triton does for a launch.
+
+`JITFunction.run` finds the compiled variant of each launch anew, with 40 to 60 us of Python, and
+asks the CUDA driver about every tensor. `start` keeps the compiled kernels by what Triton
+specialises on, and hands it addresses. Where a kernel is not compiled yet, where a profiler has set
+hooks, and in the interpreter the launch goes Triton's way.
+"""
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up. That of Triton takes 4 us on a host, as does its next power of 2."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def launcher(launch: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a launcher: its kernels run on the device of its operands.
+
+    Triton launches on the current device, whatever the device of the tensors that it is given.
+    """
+
+    @functools.wraps(launch)
+    def run(a):
+        x = next(x for x in a if isinstance(x, torch.Tensor))
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launch(a)
+        with torch.cuda.device(x.get_device()):
+            return launch(a)
+
+    return run
+
+
+# ---- the variants of a kernel --------------------------------------------------------------------
+
+
+def _entries(indices: list[int]) -> Callable[[tuple], tuple]:
+    """What takes these entries out of a tuple, as a tuple."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[i] for i in indices)
+
+
+class Kernel:
+    """What is known of a kernel: its parameters by kind, and its compiled variants."""
+
+    def __init__(self, kernel: Any):
+        self.names = kernel.arg_names
+        self.drops = "threshold" in self.names
+        self.plans, self.variants = dict[tuple, _Plan](), dict[tuple, Any]()
+        # The interpreter has no variants.
+        parameters = getattr(kernel, "params", ())
+        self.constants = _entries([p.num for p in parameters if p.is_constexpr])
+        rest = [p for p in parameters if not p.is_constexpr]
+        self.plain = _entries([p.num for p in rest if p.do_not_specialize])
+        self.places = [p.num for p in rest if not p.do_not_specialize]
+
+    def variant(self, args: tuple, options: tuple) -> tuple[tuple | None, list]:
+        """What decides which compiled variant takes ``args``, and these with addresses in place of
+        tensors. None for the first where an integer of 64 bits decides too.
+
+        Triton specialises a pointer on its dtype and on an alignment to 16 bytes, an integer on 1
+        and on the factor 16.
+        """
+        kinds, given, most = [], list(args), max(self.plain(args), default=0)
+        for place in self.places:
+            x = args[place]
+            if x is None:
+                kinds.append(None)
+            elif type(x) is int:
+                kinds.append(2 if x == 1 else x % 16 == 0)
+                most = max(most, x)
+            elif type(x) is tuple:
+                inner, given[place] = self._of_tuple(x)
+                kinds.append(inner)
+            elif type(x) is not float:
+                given[place] = address = x.data_ptr()
+                kinds.append(x.dtype if address % 16 == 0 else (x.dtype,))
+        variant = None if most >= 2**31 else (*kinds, *self.constants(args), *options)
+        return variant, given
+
+    @staticmethod
+    def _of_tuple(xs: tuple) -> tuple[tuple, tuple]:
+        """The same of tensors or integers that are one argument."""
+        if type(xs[0]) is int:
+            return tuple(2 if x == 1 else x % 16 == 0 for x in xs), xs
+        addresses = tuple(x.data_ptr() for x in xs)
+        return (xs[0].dtype, *(a % 16 == 0 for a in addresses)), addresses
+
+
+def known(kernel: Any) -> Kernel:
+    """What is known of a kernel; it is kept with the kernel."""
+    found = getattr(kernel, "deepfast", None)
+    if found is None:
+        found = kernel.deepfast = Kernel(kernel)
+    return found
+
+
+def _hooked() -> bool:
+    """Whether a launch calls functions of a profiler."""
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    """``kernel[programs](*args, **options)``, with all arguments in the kernel's order."""
+    variant = found = None
+    if not INTERPRETED and not _hooked():
+        of, driver = known(kernel), triton.runtime.driver.active
+        device = driver.get_current_device()
+        variant, given = of.variant(args, (device, *options.values()))
+        found = of.variants.get(variant)
+    if found is None:
+        made = kernel[programs](*args, **options)
+        if variant is not None and isinstance(made, CompiledKernel):
+            of.variants[variant] = made
+        return
+    x, y, z = (*programs, 1, 1)[:3]
+    handles = driver.get_current_stream(device), found.function, found.packed_metadata
+    found.run(x, y, z, *handles, None, None, None, *given)
+
+
+# ---- operands by name ----------------------------------------------------------------------------
+
+
+def dropout_factors(p: float) -> tuple[int, float]:
+    """The smallest draw that is kept, and the factor of a kept element."""
+    threshold = int(p * 65536 + 0.5)
+    return threshold, 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
+
+
+def stride(x: torch.Tensor | None) -> int:
+    """The distance from row to row; 0 for a missing operand."""
+    return 0 if x is None else x.stride(0)
+
+
+class _Plan:
+    """Where the arguments of a kernel come from, given the names that a launcher passes."""
+
+    def __init__(self, names: list[str], given: tuple[str, ...]):
+        missing = [name for name in names if name not in given]
+        strides = [name for name in missing if name.startswith("s_")]
+        others = [name for name in missing if not name.startswith("s_")]
+        self.operands = _attributes([n[2:] if n.startswith("p_") else n.lower() for n in others])
+        self.strided = _attributes([name[2:] for name in strides])
+        found = [*given, *others, *strides]
+        self.order = _entries([found.index(name) for name in names])
+        self.options = [name for name in given if name not in names]
+
+
+def _attributes(names: list[str]) -> Callable[[Any], tuple]:
+    """What reads these attributes, as a tuple."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda a: tuple(getattr(a, name) for name in names)
+
+
+def launch(kernel: Any, programs: tuple[int, ...], a: Any = None, **given: Any) -> None:
+    """Launches a kernel with what ``given`` names, and with operands of the record ``a``.
+
+    Of the parameters that ``given`` leaves out ``p_NAME`` is the operand NAME, ``s_NAME`` the
+    distance of its rows, ``threshold`` and ``scale`` are those of the dropout, without which
+    ``p_seed`` is None, and another parameter is the operand of its name in lower case.
+    """
+    of = known(kernel)
+    if of.drops:
+        given["threshold"], given["scale"] = dropout_factors(a.dropout_p)
+        if "p_seed" not in given:
+            given["p_seed"] = a.seed if a.dropout_p > 0 else None
+    given["enable_fp_fusion"] = True
+    names = tuple(given)
+    plan = of.plans.get(names)
+    if plan is None:
+        plan = of.plans[names] = _Plan(of.names, names)
+    values = *given.values(), *plan.operands(a), *map(stride, plan.strided(a))
+    start(kernel, programs, plan.order(values), {name: given[name] for name in plan.options})
+
+
+def call(kernel: Any, programs: tuple[int, ...], *args: Any, **named: Any) -> None:
+    """Launches a kernel with arguments by position, and further ones and options by name."""
+    names = known(kernel).names[len(args) :]
+    args += tuple(named.pop(name) for name in names)
+    start(kernel, programs, args, named | {"enable_fp_fusion": True})

@@ -1,0 +1,107 @@
+"""What a launch keeps: compiled kernels, by what Triton specialises on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+launch = pytest.importorskip("deepfast.kernels.launch")
+triton = pytest.importorskip("triton")
+
+
+class Compiled(launch.CompiledKernel):
+    """Counts its launches, and keeps the arguments of the last one."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.launched: list[tuple] = []
+
+    def __del__(self):
+        """There is no module to unload."""
+
+    @property
+    def run(self):
+        return lambda *given: self.launched.append(given)
+
+
+class Compiler:
+    """A kernel that is compiled at each call of Triton's way."""
+
+    arg_names = "p_x", "T", "s_x", "sources", "D"
+
+    def __init__(self):
+        names = enumerate(self.arg_names)
+        self.params = [
+            SimpleNamespace(num=i, is_constexpr=name == "D", do_not_specialize=name == "T")
+            for i, name in names
+        ]
+        self.made: list[Compiled] = []
+
+    def __getitem__(self, programs):
+        def run(*_args, **_options):
+            self.made.append(Compiled())
+            return self.made[-1]
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    driver = SimpleNamespace(
+        get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}"
+    )
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    return Compiler()
+
+
+X, OFF = torch.zeros(64), torch.zeros(65)[1:]
+GIVEN = {"p_x": X, "T": 33, "s_x": 32, "sources": (X, X), "D": 8, "num_warps": 4}
+
+
+def run(kernel, **changed):
+    launch.call(kernel, (7,), **GIVEN | changed)
+
+
+def test_a_second_launch_calls_the_compiled_kernel_with_addresses(kernel):
+    run(kernel)
+    run(kernel, T=34, s_x=160)
+    (compiled,) = kernel.made
+    address = X.data_ptr()
+    ((*where, x, T, s_x, sources, D),) = compiled.launched
+    assert where == [7, 1, 1, "stream of 3", "function", "metadata", None, None, None]
+    assert (x, T, s_x, sources, D) == (address, 34, 160, (address, address), 8)
+
+
+@pytest.mark.parametrize("changed", [
+    {"p_x": None}, {"p_x": OFF}, {"p_x": X.half()}, {"s_x": 33}, {"s_x": 1}, {"s_x": None},
+    {"sources": (X, OFF)}, {"D": 16}, {"num_warps": 8},
+], ids=str)  # fmt: skip
+def test_what_triton_specialises_has_a_kernel_of_its_own(kernel, changed):
+    for _ in range(2):
+        run(kernel)
+        run(kernel, **changed)
+    assert [len(compiled.launched) for compiled in kernel.made] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["T", "s_x"])
+def test_an_integer_of_64_bits_goes_tritons_way(kernel, name):
+    for _ in range(2):
+        run(kernel, **{name: 2**31})
+    assert [len(compiled.launched) for compiled in kernel.made] == [0, 0]
+
+
+def test_a_profiler_sees_each_launch(kernel, monkeypatch):
+    run(kernel)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda _: None)
+    run(kernel)
+    assert [len(compiled.launched) for compiled in kernel.made] == [0, 0]
+
+
+def test_operands_and_strides_come_from_the_record(kernel):
+    a = SimpleNamespace(x=torch.zeros(3, 48), t=5)
+    launch.launch(kernel, (1,), a, sources=(X,), D=8)
+    launch.launch(kernel, (1,), a, sources=(X,), D=8)
+    ((*_, address, tokens, stride, _, _),) = kernel.made[0].launched
+    assert (address, tokens, stride) == (a.x.data_ptr(), 5, 48)
