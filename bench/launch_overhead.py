@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.record import record
 from deepfast import backend as backends
 from deepfast import ops
 from deepfast.build import compiler
@@ -67,6 +68,10 @@ IDLE = (
 )
 
 
+def _processors(_device: torch.device) -> int:
+    return PROCESSORS
+
+
 def load_driver(folder: str) -> None:
     """Makes Triton launch on an H100 that does nothing."""
     functions = "".join(f"int cu{name}(void) {{ return 0; }}\n" for name in IDLE.split())
@@ -100,7 +105,7 @@ def launching(name: str) -> Iterator[None]:
             stack.enter_context(refusal)
             for module in filter(None, (backends._triton_module(f)[0] for f in KERNELS)):
                 if hasattr(module, "multiprocessors"):
-                    count = mock.patch.object(module, "multiprocessors", return_value=PROCESSORS)
+                    count = mock.patch.object(module, "multiprocessors", _processors)
                     stack.enter_context(count)
         if name == "cuda":
             os.environ["EMULATOR_BLOCKS"] = "0"
@@ -166,7 +171,8 @@ def pushes(connection: str, backend: str) -> dict[str, float]:
 
 
 def launches(connection: str, backend: str) -> dict[str, float]:
-    """One call of each launch of a connection; of Triton also without what follows the launcher."""
+    """One call of each launch of a connection; of Triton also without what follows the launcher,
+    and with Triton's own way behind it."""
     calls: dict[str, Callable] = {}
 
     def keep(name: str, launch: Callable) -> Callable:
@@ -183,13 +189,28 @@ def launches(connection: str, backend: str) -> dict[str, float]:
         for _ in range(CALLS):
             call()
 
-    found = microseconds({name: partial(repeat, call) for name, call in calls.items()}, CALLS)
+    forms = {name: partial(repeat, call) for name, call in calls.items()}
     if backend == "triton":
         from deepfast.kernels import launch
 
-        with mock.patch.object(launch, "start", _nothing):
-            alone = {f"{n}, launcher alone": partial(repeat, call) for n, call in calls.items()}
-            found |= microseconds(alone, CALLS)
+        def replaced(start: Callable, form: Callable) -> None:
+            with mock.patch.object(launch, "start", start):
+                form()
+
+        def tritons_way(kernel, programs, args, options) -> None:
+            kernel[programs](*args, **options)
+
+        for what, start in (("launcher alone", _nothing), ("by JITFunction.run", tritons_way)):
+            for name in calls:
+                forms[f"{name}, {what}"] = partial(replaced, start, forms[name])
+    found = microseconds(forms, CALLS)
+    if backend == "triton":
+        for name in calls:
+            command = "python -m bench.launch_overhead triton"
+            said = f"host time of {name}, Triton, a driver that does nothing"
+            record(f"launch_{name}", found[name], "us", said, command)
+            way = found[f"{name}, by JITFunction.run"]
+            record(f"launch_{name}_jit", way, "us", f"{said}, by JITFunction.run", command)
     return found
 
 

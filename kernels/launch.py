@@ -84,22 +84,26 @@ class Kernel:
             elif type(x) is int:
                 kinds.append(2 if x == 1 else x % 16 == 0)
                 most = max(most, x)
+            elif type(x) is float:
+                kinds.append(float)
             elif type(x) is tuple:
-                inner, given[place] = self._of_tuple(x)
+                inner, given[place], largest = self._of_tuple(x)
                 kinds.append(inner)
-            elif type(x) is not float:
+                most = max(most, largest)
+            else:
                 given[place] = address = x.data_ptr()
                 kinds.append(x.dtype if address % 16 == 0 else (x.dtype,))
         variant = None if most >= 2**31 else (*kinds, *self.constants(args), *options)
         return variant, given
 
     @staticmethod
-    def _of_tuple(xs: tuple) -> tuple[tuple, tuple]:
-        """The same of tensors or integers that are one argument."""
+    def _of_tuple(xs: tuple) -> tuple[tuple, tuple, int]:
+        """The same of tensors of one dtype, or integers, that are one argument; and the largest
+        integer."""
         if type(xs[0]) is int:
-            return tuple(2 if x == 1 else x % 16 == 0 for x in xs), xs
+            return tuple(2 if x == 1 else x % 16 == 0 for x in xs), xs, max(xs)
         addresses = tuple(x.data_ptr() for x in xs)
-        return (xs[0].dtype, *(a % 16 == 0 for a in addresses)), addresses
+        return (xs[0].dtype, *(a % 16 == 0 for a in addresses)), addresses, 0
 
 
 def known(kernel: Any) -> Kernel:
@@ -123,7 +127,7 @@ def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str
     if not INTERPRETED and not _hooked():
         of, driver = known(kernel), triton.runtime.driver.active
         device = driver.get_current_device()
-        variant, given = of.variant(args, (device, *options.values()))
+        variant, given = of.variant(args, (device, *options.items()))
         found = of.variants.get(variant)
     if found is None:
         made = kernel[programs](*args, **options)

@@ -76,7 +76,7 @@ def test_a_second_launch_calls_the_compiled_kernel_with_addresses(kernel):
 
 @pytest.mark.parametrize("changed", [
     {"p_x": None}, {"p_x": OFF}, {"p_x": X.half()}, {"s_x": 33}, {"s_x": 1}, {"s_x": None},
-    {"sources": (X, OFF)}, {"D": 16}, {"num_warps": 8},
+    {"sources": (X, OFF)}, {"sources": (1, 2)}, {"D": 16}, {"num_warps": 8}, {"s_x": 0.5},
 ], ids=str)  # fmt: skip
 def test_what_triton_specialises_has_a_kernel_of_its_own(kernel, changed):
     for _ in range(2):
@@ -85,10 +85,12 @@ def test_what_triton_specialises_has_a_kernel_of_its_own(kernel, changed):
     assert [len(compiled.launched) for compiled in kernel.made] == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["T", "s_x"])
-def test_an_integer_of_64_bits_goes_tritons_way(kernel, name):
+@pytest.mark.parametrize(
+    "changed", [{"T": 2**31}, {"s_x": 2**31}, {"sources": (3, 2**31)}], ids=str
+)
+def test_an_integer_of_64_bits_goes_tritons_way(kernel, changed):
     for _ in range(2):
-        run(kernel, **{name: 2**31})
+        run(kernel, **changed)
     assert [len(compiled.launched) for compiled in kernel.made] == [0, 0]
 
 
