@@ -254,7 +254,7 @@ def query_grads(ds, a, sources, rows, sums=None, outs=()):
         D=D, **sides, num_warps=4,
     )  # fmt: skip
     start = 0
-    for count, (first, step) in progressions(list(rows), limit=len(rows)):
+    for count, (first, step) in progressions(rows, limit=len(rows)):
         part = slice(start, start + count)
         of_rows = a.dquery[first : first + count * step : step]
         if sums is None:

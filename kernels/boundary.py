@@ -26,7 +26,6 @@ from .common import (
     normalise,
     passed_near,
     passed_pulls,
-    progression,
     residency,
     rounded,
     row_channels,
@@ -329,21 +328,22 @@ def boundary_backward(a):
             NP=max(8, next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
             maxnreg=registers,
         )  # fmt: skip
-    parts = [] if dots is None else _dot_sums(dots, a.dweight, pulls.rows, a.k)
+    parts = [] if dots is None else _dot_sums(dots, a.dweight, pulls, a.k)
     if sums is not None:
         sum_partials(sums, *channels, more=parts.pop() if parts else None)
     for part in parts:
         sum_partials(part.partial[:, None], part.out)
 
 
-def _dot_sums(dots, dweight, rows, column) -> list[Sum]:
+def _dot_sums(dots, dweight, pulls, column) -> list[Sum]:
     """The programs' parts of ``dweight[rows, column]``; for a progression they are one sum."""
-    known, (step, *strides), N = progression(rows), dweight.stride(), dots.shape[2]
+    (step, *strides), N = dweight.stride(), dots.shape[2]
     first = dweight.storage_offset() + column * strides[0]
-    if known is not None and known.step > 0:
-        known_rows = (len(rows), N), (known.step * step, 1), first + rows[0] * step
-        return [Sum(dots, dweight.as_strided(*known_rows))]
-    return [
-        Sum(dots[:, i : i + 1], dweight.as_strided((1, N), (step, 1), first + row * step))
-        for i, row in enumerate(rows)
-    ]
+
+    def out(row, count, steps):
+        return dweight.as_strided((count, N), (steps * step, 1), first + row * step)
+
+    if pulls.steps is not None:
+        row, steps, count = pulls.steps
+        return [Sum(dots, out(row, count, steps))]
+    return [Sum(dots[:, i : i + 1], out(row, 1, 1)) for i, row in enumerate(pulls.rows)]

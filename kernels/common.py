@@ -125,6 +125,8 @@ class Pulls(NamedTuple):
 
     rows: list[int]
     """All of them, row k itself first."""
+    steps: Progression | None
+    """The same where they ascend as a progression."""
     numbers: dict[str, int]
     """The kernel's arguments: the progressions of the others, and whether row k is one."""
 
@@ -139,7 +141,9 @@ def passed_pulls(op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int)
         "first_row": first_row, "row_step": row_step, "first_slot": first_slot,
         "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": k in rows,
     }  # fmt: skip
-    return Pulls([k] * (k in rows) + [row for row, _ in others], numbers)
+    all_rows = [k] * (k in rows) + [row for row, _ in others]
+    steps = progression(all_rows)
+    return Pulls(all_rows, steps if steps and steps.step > 0 else None, numbers)
 
 
 def progressions(*columns, limit):

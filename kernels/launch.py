@@ -63,7 +63,7 @@ class Kernel:
         self.drops = "threshold" in self.names
         self.plans, self.variants = dict[tuple, _Plan](), dict[tuple, Any]()
         # The interpreter has no variants.
-        parameters = getattr(kernel, "params", ())
+        parameters = () if INTERPRETED else kernel.params
         self.constants = _entries([p.num for p in parameters if p.is_constexpr])
         rest = [p for p in parameters if not p.is_constexpr]
         self.plain = _entries([p.num for p in rest if p.do_not_specialize])

@@ -29,11 +29,17 @@ class _With:
 
     def __init__(self, kernel, options: dict):
         self.kernel, self.options = kernel, options
-        self.arg_names = kernel.arg_names
+        self.arg_names, self.params = kernel.arg_names, getattr(kernel, "params", ())
 
     def __getitem__(self, grid):
-        launch = self.kernel[grid]
-        return lambda *args, **given: launch(*args, **(given | self.options))
+        def launch(*args, **given):
+            changed = [
+                self.options.get(name, x) for name, x in zip(self.arg_names, args, strict=False)
+            ]
+            others = {k: x for k, x in self.options.items() if k not in self.arg_names[: len(args)]}
+            return self.kernel[grid](*changed, **(given | others))
+
+        return launch
 
 
 @contextmanager

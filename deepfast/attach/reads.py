@@ -150,7 +150,7 @@ class LayerRun:
         settings = self.run.settings
         if same and this not in settings.checked:
             if not torch.compiler.is_compiling():
-                self._check_sum(before, added, total)
+                self._check_sum(this, before, added, total)
             elif not settings.known:
                 raise RuntimeError(
                     f"{self._named(self.number)}: a graph cannot check that the layer adds what "
@@ -160,8 +160,9 @@ class LayerRun:
         return _shaped(added, self.shape)
 
     @torch.no_grad()
-    def _check_sum(self, before: Tensor, added: Tensor, total: Tensor) -> None:
-        """Raises where the sum behind the sublayer is not that before it plus ``added``."""
+    def _check_sum(self, this: tuple, before: Tensor, added: Tensor, total: Tensor) -> None:
+        """Raises where the sum behind the sublayer is not that before it plus ``added``; ``this``
+        is then one of those that were checked."""
         capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
         if total.is_meta or capturing or not total.numel():
             return
@@ -175,8 +176,7 @@ class LayerRun:
                 f"{self._named(self.number)} adds something else than {last} returns: name the "
                 "last module before the sum, or None if there is none, and list every sublayer"
             )
-        settings = self.run.settings
-        settings.checked.add((self.k, self.number, self.run.connection.training))
+        self.run.settings.checked.add(this)
 
     def last(self, y: Tensor) -> Tensor:
         """What the layer's last sublayer has added; y is the layer's output."""

@@ -171,7 +171,7 @@ def test_a_setting_reaches_the_kernel_and_ends():
     tile, kernel, seen = layer_norm.forward_tile, mix_rows.mix_rows_dot_kernel, []
 
     class Kernel:
-        arg_names = ()
+        arg_names = "x", "STAGES"
 
         def __getitem__(self, grid):
             return lambda *args, **options: seen.append((grid, args, options))
@@ -179,8 +179,11 @@ def test_a_setting_reaches_the_kernel_and_ends():
     with sweep.setting("layer_norm", {"forward_tile": lambda *_: "another"}, {}):
         assert layer_norm.forward_tile(512, 2) == "another"
     assert layer_norm.forward_tile is tile
-    sweep._With(Kernel(), {"num_warps": 8})[(3,)](1, num_warps=4, BD=64)
-    assert seen == [((3,), (1,), {"num_warps": 8, "BD": 64})]
+    changed = sweep._With(Kernel(), {"num_warps": 8, "STAGES": 1})
+    changed[(3,)](1, num_warps=4, BD=64)
+    changed[(3,)](1, 4, num_warps=4)
+    by_name = (3,), (1,), {"num_warps": 8, "BD": 64, "STAGES": 1}
+    assert seen == [by_name, ((3,), (1, 1), {"num_warps": 8})]
     with sweep.setting("mix_rows", {}, {"mix_rows_dot_kernel": {"STAGES": 1}}):
         assert mix_rows.mix_rows_dot_kernel.kernel is kernel
     assert mix_rows.mix_rows_dot_kernel is kernel
