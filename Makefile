@@ -18,8 +18,8 @@ help:
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"
 	@echo "make systems  train every system small, 1 to 2 hours: runs/systems/systems.md"
-	@echo "make gpu      on a GPU: smoke, tests, bench, profile, or one of them with STAGE=smoke;"
-	@echo "              each takes under ten minutes and adds to bench/results; installs nothing"
+	@echo "make gpu      on a GPU: stages in the order of their worth, or some with STAGE='right ratio';"
+	@echo "              each takes under four minutes and adds to bench/results; installs nothing"
 	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
 	@echo "make lint     check style and types"
 

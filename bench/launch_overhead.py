@@ -35,10 +35,12 @@ from deepfast.cases.case import tuple_of
 from deepfast.cases.sizes import typical
 from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, keep_memory
+from deepfast.measure.encoders import PlainLayer
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 
 LAYERS, DIM, DROPOUT = 200, 16, 0.1
 CALLS, WIDTH, ROUNDS = 100, 64, 15
+COMMAND = "python -m bench.launch_overhead triton"
 # A window keeps the compiled launch itself as small as possible.
 CONNECTIONS: dict[str, Callable] = {
     "DLCL": partial(DLCL, window=1),
@@ -160,7 +162,25 @@ def pushes(connection: str, backend: str) -> dict[str, float]:
     for name, forward in forms.items():
         variants[f"forward, {name}"] = forward
         variants[f"both ways, {name}"] = lambda f=forward: f().sum().backward()
-    return microseconds(variants, LAYERS + 1)
+    found = microseconds(variants, LAYERS + 1)
+    if backend == "triton":
+        key = f"push_{connection.replace(' ', '_').lower()}"
+        said = f"host time of a push of {connection}, both ways, Triton, a driver that does nothing"
+        record(key, found["both ways, whole"], "us", said, COMMAND)
+        parts = f"{said}, without its launches"
+        record(f"{key}_rest", found["both ways, without launches"], "us", parts, COMMAND)
+    return found
+
+
+def layer() -> dict[str, float]:
+    """A pre-norm layer of torch on two tokens, without a connection; its kernels are counted too,
+    which take less time here than its calls."""
+    plain = PlainLayer(WIDTH, 1, WIDTH, DROPOUT)
+    x = torch.randn(1, 2, WIDTH, requires_grad=True)
+    found = _timed({"a layer of torch": lambda: plain(x)}, [x, *plain.parameters()])
+    said = "host time of a pre-norm layer of torch on two tokens, both ways, kernels included"
+    record("host_layer", found["a layer of torch, both ways"], "us", said, COMMAND)
+    return found
 
 
 def launches(connection: str, backend: str) -> dict[str, float]:
@@ -199,11 +219,10 @@ def launches(connection: str, backend: str) -> dict[str, float]:
     found = microseconds(forms, CALLS)
     if backend == "triton":
         for name in calls:
-            command = "python -m bench.launch_overhead triton"
             said = f"host time of {name}, Triton, a driver that does nothing"
-            record(f"launch_{name}", found[name], "us", said, command)
+            record(f"launch_{name}", found[name], "us", said, COMMAND)
             way = found[f"{name}, by JITFunction.run"]
-            record(f"launch_{name}_jit", way, "us", f"{said}, by JITFunction.run", command)
+            record(f"launch_{name}_jit", way, "us", f"{said}, by JITFunction.run", COMMAND)
     return found
 
 
@@ -271,7 +290,7 @@ def main(names: list[str]) -> int:
     keep_memory()
     for backend in names or ("cpu", "triton"):
         with launching(backend):
-            found = norms() if backend == "cpu" else {}
+            found = norms() if backend == "cpu" else layer()
             found |= each_op(backend)
             for connection, kind in CONNECTIONS.items():
                 op = kind.func.pass_kind.op

@@ -1,21 +1,27 @@
-"""Everything that needs a GPU: `make gpu STAGE=smoke`, then tests, bench and profile.
+"""Everything that needs a GPU: `make gpu`, or single stages with `make gpu STAGE="right ratio"`.
 
-Or `python -m bench.gpu --stage smoke` from the repository's root. Without a stage all run, in this
-order. Each ends within ten minutes:
+Or `python -m bench.gpu --stage right` from the repository's root. Without a stage all run, in this
+order, which is that of their worth. Each ends within four minutes:
 
-    smoke     compiles the ops for this GPU; each launch once; `deepfast selfcheck`; the
-              bandwidth of a copy; a training step beside plain compiled PyTorch
+    build     compiles the ops for this GPU, where that is needed
+    right     each launch once, then `deepfast selfcheck`
+    ratio     the bandwidth of a copy; training steps over those of the plain residual encoder; what
+              a launch costs the host
+    copy      every op and kernel beside a copy, torch and `torch.compile`
+    workload  the training step that Fast-AttnRes published, beside the prediction
+    curves    losses in bf16 beside those of torch, `torch.compile` and fla
     tests     tests/gpu, in processes side by side
-    bench     benchmarks: the training step first, at the end other tiles, warps and blocks
+    sweeps    other tiles, warps, stages, residency and blocks of rows
     profile   every launch under compute-sanitizer, and ncu's counters
 
 Every result is written at once to ``bench/results/<gpu>.jsonl``, and after each stage to a page
 ``<gpu>.md``. Runs with the same kernel sources add up there: what passed or was measured is left
-out unless ``--again``. A crash or a hang costs only the launch, test or section that it happened
-in. The exit status is 0 only if nothing failed. Needs pytest and pytest-xdist.
+out unless ``--again``, so a stage that was cut off goes on where it was. A crash or a hang costs
+only the launch, test or section that it happened in. The exit status is 0 only if nothing failed.
+Needs pytest and pytest-xdist.
 
 ``--dry-run`` runs every stage on the CPU at toy sizes, with Triton's interpreter and the emulator
-of the CUDA kernels.
+of the CUDA kernels, all in one process: less than a minute.
 """
 
 import argparse
@@ -34,18 +40,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.gpu import launches, machine, page, plugin, sections
 from bench.gpu.machine import ROOT
 from bench.gpu.results import Run
+from deepfast.files import write_atomically
 from deepfast.selfcheck.store import digest
 
-MINUTES = 9.3
+MINUTES = 3.8
 """The limit of a stage."""
-BUILD_SECONDS, CHECK_SECONDS, ITEM_SECONDS = 240, 240, {"bench": 300}
-"""Limits of the build, of the selfcheck, and of one item of a stage; compiling included. The items
-of other stages have 180 s."""
+ITEM_SECONDS = 180
+"""The limit of one launch, test or section; compiling included."""
 DRY_PATIENCE = 4
 """The factor of all limits in a dry run, whose processor may be busy."""
 DRY_TESTS = ["tests/gpu/test_ops.py"]
@@ -68,19 +75,19 @@ class Stage:
     def __init__(self, name: str, run: Run, options: argparse.Namespace):
         self.name, self.run, self.options = name, run, options
         minutes = options.minutes or MINUTES
-        self.patience = DRY_PATIENCE if run.dry else 1
-        self.end = time.perf_counter() + 60 * minutes * self.patience
+        self.end = time.perf_counter() + 60 * minutes * (DRY_PATIENCE if run.dry else 1)
         self.problems: list[str] = []
 
     def start(self, command: list[str], seconds: float = 1e9, **more: str) -> tuple[int, str, str]:
         """The exit status of a command, what it printed, and its errors. A command that does not
         end in time is ended with the processes that it started, and has the status -9."""
-        seconds = min(seconds * self.patience, max(1.0, self.end - time.perf_counter()))
-        environment = machine.child_environment(self.run.dry) | self.run.variable() | more
+        seconds = min(seconds, max(1.0, self.end - time.perf_counter()))
+        environment = machine.child_environment() | self.run.variable() | more
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
                 env=environment | {plugin.STAGE: self.name}, process_group=0,
+                preexec_fn=machine.end_with_parent,
             )  # fmt: skip
             try:
                 process.wait(seconds)
@@ -98,10 +105,13 @@ class Stage:
         done = [] if self.options.again else self.run.done(self.name)
         command = [*pytest_command(), *words, *(f"--deselect={item}" for item in done)]
         print(f"{len(done)} items passed before with these sources", flush=True)
-        # A dry run needs no second process for each item.
-        command += ["-n", "0" if self.run.dry else str(workers)]
-        status, out, err = self.start(command)
-        print(out[-12000:], flush=True)
+        if self.run.dry:
+            # One process for all stages: each one that starts takes seconds.
+            os.environ.update(self.run.variable() | {plugin.STAGE: self.name})
+            status, err = int(pytest.main([*command[3:], "-n", "0"])), ""
+        else:
+            status, out, err = self.start([*command, "-n", str(workers)])
+            print(out[-12000:], flush=True)
         if status not in (0, 5):  # 5: all items were deselected.
             self.problems.append(f"{' '.join(words)}: exit status {status} {err[-300:]}")
 
@@ -118,12 +128,12 @@ def processes() -> int:
 
 def build(stage: Stage) -> None:
     """Compiles deepfast._C for the GPU's own architecture where that is needed. If it fails, the
-    other steps still run."""
+    other stages still run."""
     if stage.run.dry or not machine.stale():
         return
     print("building the compiled ops", flush=True)
     command = [sys.executable, "-m", "bench.gpu.machine", machine.architecture()]
-    status, out, err = stage.start(command, BUILD_SECONDS)
+    status, out, err = stage.start(command)
     if status:
         stage.problems.append("building the compiled ops failed")
         print((out + err)[-4000:], flush=True)
@@ -136,7 +146,7 @@ def selfcheck(stage: Stage) -> None:
         return
     start = time.perf_counter()
     command = [sys.executable, "-m", "deepfast", "selfcheck"]
-    status, out, err = stage.start(command, CHECK_SECONDS)
+    status, out, err = stage.start(command)
     found = {"status": f"exit status {status}", "lines": out.splitlines(), "said": err[-4000:],
              "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
     stage.run.write("selfcheck", **found)
@@ -145,16 +155,18 @@ def selfcheck(stage: Stage) -> None:
         stage.problems.append(f"deepfast selfcheck: {found['status']}")
 
 
-def measure(stage: Stage, names: tuple[str, ...]) -> None:
-    """Sections of benchmarks, one after another in one process; a new one after a crash."""
-    items = [f"bench/gpu/sections.py::test_section[{name}]" for name in names]
-    stage.pytest(items, 1)
+def measure(stage: Stage) -> None:
+    """The stage's sections of benchmarks, one after another in one process; a new one after a
+    crash."""
+    names = sections.STAGES[stage.name]
+    if stage.options.sections:
+        names = tuple(name for name in names if name in stage.options.sections)
+    stage.pytest([f"bench/gpu/sections.py::test_section[{name}]" for name in names], 1)
 
 
-def smoke(stage: Stage) -> None:
+def right(stage: Stage) -> None:
     stage.pytest(["bench/gpu/launches.py"], processes())
     selfcheck(stage)
-    measure(stage, sections.SMOKE)
 
 
 def test_files(dry: bool) -> list[str]:
@@ -174,12 +186,6 @@ def tests(stage: Stage) -> None:
     stage.pytest([*words, "-m", "gpu and room"], 1)
 
 
-def bench(stage: Stage) -> None:
-    # What is measured first is what a user gets, so it has to be known which kernels are right.
-    selfcheck(stage)
-    measure(stage, tuple(stage.options.sections or sections.BENCH))
-
-
 def profile(stage: Stage) -> None:
     """Every launch under compute-sanitizer, each in a process of its own, and then alone under
     ncu."""
@@ -187,10 +193,13 @@ def profile(stage: Stage) -> None:
             for by in ("cuda", "triton") for name in launches.names(by)]  # fmt: skip
     tool = machine.tool("compute-sanitizer")
     for check, options in SANITIZERS.items():
-        if tool is None and not stage.run.dry:
+        if stage.run.dry:
+            stage.pytest(each[:1], 1)
+            break
+        if tool is None:
             print("compute-sanitizer was not found", flush=True)
             break
-        prefix = [] if stage.run.dry else [tool, "--tool", check, *options, "--error-exitcode", "9"]
+        prefix = [tool, "--tool", check, *options, "--error-exitcode", "9"]
 
         def sanitize(item: str, check: str = check, prefix: list[str] = prefix) -> None:
             # Torch's allocator keeps freed memory, in which a wrong access would not be found.
@@ -201,11 +210,8 @@ def profile(stage: Stage) -> None:
                 stage.problems.append(f"{check} of {item}: exit status {status}")
                 print(f"{stage.problems[-1]}\n{(out + err)[-3000:]}", flush=True)
 
-        with ThreadPoolExecutor(1 if stage.run.dry else processes()) as pool:
-            # One of each backend shows in a dry run that it works.
-            list(pool.map(sanitize, [each[0], each[-1]] if stage.run.dry else each))
-        if stage.run.dry:
-            break
+        with ThreadPoolExecutor(processes()) as pool:
+            list(pool.map(sanitize, each))
     tool = machine.tool("ncu")
     if tool is None or stage.run.dry:
         print("ncu was not found, or this is a dry run", flush=True)
@@ -229,7 +235,8 @@ def kernels(output: str) -> Iterator[dict]:
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    "smoke": smoke, "tests": tests, "bench": bench, "profile": profile
+    "build": build, "right": right, "ratio": measure, "copy": measure, "workload": measure,
+    "curves": measure, "tests": tests, "sweeps": measure, "profile": profile,
 }  # fmt: skip
 """In the order in which they run."""
 
@@ -245,7 +252,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--copies", type=Path, help="a second folder that gets the results")
     parser.add_argument("--minutes", type=float, help="limit of each stage, in place of its own")
     parser.add_argument("--again", action="store_true", help="also what passed or was measured")
-    parser.add_argument("--sections", nargs="*", choices=sections.SECTIONS, help="of bench")
+    parser.add_argument("--sections", nargs="*", choices=sections.SECTIONS, help="only these")
     parser.add_argument("--tests", nargs="*", help="files of tests")
     return parser.parse_args(argv)
 
@@ -259,6 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     if importlib.util.find_spec("xdist") is None:
         print("bench.gpu needs pytest and pytest-xdist", file=sys.stderr)
         return 2
+    if dry:
+        torch.set_num_threads(1)
     machine.link_kernels(ROOT)
     folder = args.output or (Path(tempfile.mkdtemp()) if dry else ROOT / "bench/results")
     folder.mkdir(parents=True, exist_ok=True)
@@ -268,11 +277,9 @@ def main(argv: list[str] | None = None) -> int:
     path, problems = folder / f"{machine.slug(facts['device'])}.jsonl", []
     for name in args.stage:
         print(f"\n==== {name}", flush=True)
-        seconds = ITEM_SECONDS.get(name, 180) * (DRY_PATIENCE if dry else 1)
-        run = Run(str(path), digest(), dry, seconds)
+        run = Run(str(path), digest(), dry, ITEM_SECONDS * (DRY_PATIENCE if dry else 1))
         stage, start, clocks = Stage(name, run, args), time.perf_counter(), machine.clocks()
         try:
-            build(stage)
             STAGES[name](stage)
         except Exception:
             # The other stages and the results so far do not depend on it.
@@ -283,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             seconds=round(time.perf_counter() - start, 1),
             clocks=clocks and f"{clocks} before, {machine.clocks()} after",
         )  # fmt: skip
-        path.with_suffix(".md").write_text(page.page(run))
+        write_atomically(path.with_suffix(".md"), page.page(run).encode())
         for each in (path, path.with_suffix(".md")) if args.copies else ():
             shutil.copy(each, args.copies)
         print("\n".join(stage.problems), flush=True)

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 ROWS = 100
 # Rows of the second are no multiple of 16 bytes, so other kernels run.
 SIZES = ((37, 512), (9, 100), (5, 2048))
-TOY = ((3, 64),)
+TOY = ((2, 16),)
 
 FAR, BLOCKS, PULLED = 80, (4, 8, 16), [91, 93, 94]
 NUMBERS = {

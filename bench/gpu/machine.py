@@ -1,10 +1,12 @@
 """The machine of `make gpu`: its facts, the compiled ops for its GPU, the emulator in a dry run."""
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +90,11 @@ def tool(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
 
 
+def end_with_parent() -> None:
+    """Makes Linux end this process when its parent ends, also by a signal."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def clocks() -> str | None:
     """The clocks, temperature and power of the GPU, which nothing here changes."""
     fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
@@ -116,11 +123,9 @@ def facts(dry: bool) -> dict:
     return found
 
 
-def child_environment(dry: bool) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of the processes that this command starts."""
     changed = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "DEEPFAST_SELFCHECK": "off"}
-    if dry:
-        changed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     # A variable of the shell must not change what is measured.
     ours = ("DEEPFAST_BACKEND", "TRITON_INTERPRET", "DEEPFAST_SELFCHECK")
     return {k: v for k, v in os.environ.items() if k not in ours} | changed

@@ -60,6 +60,16 @@ def _sections(run: Run) -> list[str]:
     return lines
 
 
+def _curves(run: Run) -> list[str]:
+    """The losses at ten steps of every training."""
+    last = {x["what"]: x["losses"] for x in run.lines("curve")}
+    rows = [
+        [what, *(f"{losses[i * (len(losses) - 1) // 9]:.4f}" for i in range(10))]
+        for what, losses in last.items()
+    ]
+    return ["## Curves", "", *_table(["loss after", *(f"{i}/9" for i in range(10))], rows)]
+
+
 def _targets(run: Run) -> list[str]:
     last = {x["what"]: x for x in run.lines("target")}
     rows = [
@@ -98,7 +108,7 @@ def page(run: Run) -> str:
     lines += _table(["", ""], [[k, v] for k, v in facts.items() if v is not None])
     for found in run.lines("selfcheck")[-1:]:
         lines += selfcheck(found)
-    lines += [*_targets(run), *_items(run), *_sections(run)]
+    lines += [*_targets(run), *_items(run), *_sections(run), *_curves(run)]
     for found in run.lines("kernels"):
         lines += [f"## {found['name']}", ""]
         lines += _table(list(found["rows"][0]), [list(x.values()) for x in found["rows"]])

@@ -1,8 +1,9 @@
 """The results of a device: a file to which every process of every run appends lines of JSON.
 
 Each line names the kernel sources that it belongs to, and its ``kind``: the "run" of a command, an
-"item" (a launch, a test or a section, with its outcome), the "row", "target", "note" or "copy" of a
-section, a "selfcheck", or the "kernels" that ncu measured. The last line about something holds.
+"item" (a launch, a test or a section, with its outcome), the "row", "target", "note", "copy" or
+"curve" of a section, a "selfcheck", or the "kernels" that ncu measured. The last line about
+something holds.
 """
 
 import json

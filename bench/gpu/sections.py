@@ -2,25 +2,23 @@
 
 import pytest
 
-from bench.gpu import models, ops, stacks, sweep
+from bench.gpu import models, ops, stacks, sweep, workload
 
-SECTIONS = {
-    "copy": ops.copy,
-    "training ratio": models.ratio,
-    "training": models.training,
-    "layer_norm": ops.layer_norm,
-    "depth_mix": stacks.depth_mix,
-    "boundary": stacks.boundary,
-    "mixing": models.mixing,
-    "attention": ops.attention,
-    "linear_cross_entropy": ops.linear_cross_entropy,
-    "launching": models.launching,
-} | {f"sweep of {name}": run for name, run in sweep.SWEEPS.items()}
+STAGES = {
+    "ratio": {"copy": ops.copy, "training ratio": models.ratio, "launching": models.launching},
+    "copy": {
+        "layer_norm": ops.layer_norm, "boundary": stacks.boundary, "depth_mix": stacks.depth_mix,
+        "mixing": models.mixing, "attention": ops.attention,
+        "linear_cross_entropy": ops.linear_cross_entropy,
+    },
+    "workload": {"workload": workload.workload},
+    "curves": {"curves": workload.curves},
+    "sweeps": {"training": models.training}
+    | {f"sweep of {name}": run for name, run in sweep.SWEEPS.items()},
+}  # fmt: skip
+"""Stage -> its sections, in the order in which they run."""
 
-SMOKE = ("copy", "training ratio")
-"""The sections of the first stage."""
-
-BENCH = tuple(name for name in SECTIONS if name not in SMOKE)
+SECTIONS = {name: run for found in STAGES.values() for name, run in found.items()}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -34,7 +34,7 @@ class Stack:
 
     def __init__(self, bench: Bench, layers: int, T: int, D: int):
         self.bench, self.rows, self.T, self.D = bench, layers + 1, T, D
-        self.block = default_block(self.rows)
+        self.block = default_block(self.rows, bench.device)
         like = torch.empty(T, D, dtype=BF16, device=bench.device)
         self.states = empty_slots(self.rows + 1, like).normal_()
         self.out = empty_slots(self.block, like)
@@ -88,7 +88,7 @@ def depth_mix(bench: Bench) -> None:
     rows, size = Rows((T,), D), f"{count} sources, T={T}, D={D}, bf16, {{}}"
     what = f"functional depth_mix with LN, {size}"
     bench.attempt(measure, what, cases.depth_mix("", rows, count), {})
-    for hops in (1, 4):
+    for hops in bench.size((1, 4), (2,)):
         case = cases.depth_attention("", rows, count, hops, gain=False, lse=False)
         bench.attempt(measure, f"depth attention, {hops} hops, {size}", case, {})
 

@@ -111,7 +111,7 @@ def _attention(which: str) -> dict:
 
 def _case(bench: Bench, what: str, file: str, settings: dict, variant: Variant) -> None:
     """Measures the variant under each setting, and names the fastest."""
-    settings = {CHOSEN: ({}, {})} | dict(list(settings.items())[:: bench.size(1, 8)])
+    settings = {CHOSEN: ({}, {})} | dict(list(settings.items())[:: bench.size(1, 12)])
 
     def make(functions, options):
         def under():
@@ -190,7 +190,7 @@ def attention(bench: Bench) -> None:
 
 
 def blocks(bench: Bench) -> None:
-    for layers in bench.size((30, 100), (5,)):
+    for layers in bench.size((30, 100), (3,)):
         bench.attempt(_blocks, layers)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from deepfast import backend
 from deepfast.cases.case import Case, Device, differentiate, tuple_of
-from deepfast.clock import clock_of, take_turns
+from deepfast.clock import captured, clock_of, take_turns
 from deepfast.reference import accuracy
 
 
@@ -70,23 +70,56 @@ def fault(case: Case, by: str, dtype: torch.dtype, device: Device, runs: int = 3
     return None
 
 
+MOST_SETS = 16
+"""Sets of operands of one timed run."""
+
+
 def seconds(
     case: Case, names: list[str], dtype: torch.dtype, device: Device,
     begin: Callable[[str], None], rounds: int,
 ) -> dict[str, float]:  # fmt: skip
     """Median seconds of a forward and backward pass by each backend; they take turns.
 
+    On a GPU a run is a CUDA graph of passes over several sets of operands, which do not fit L2
+    together: neither Python nor the cache decides.
+
     begin: called with a backend's name before its first run.
     """
-    made = case.leaves(dtype, dtype, device)
+    made = [case.leaves(dtype, dtype, device)]
+    if torch.device(device).type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        held = sum(x.numel() * x.element_size() for x in made[0].values())
+        count = min(MOST_SETS, 1 + 4 * cache // max(1, held))
+        made += [case.leaves(dtype, dtype, device) for _ in range(count - 1)]
 
-    def run(by: str) -> None:
-        outputs = tuple_of(case.run(**made, backend=by))
-        torch.autograd.grad(outputs, list(made.values()), list(map(torch.ones_like, outputs)))
+    def run(by: str) -> list:
+        found = []
+        for leaves in made:
+            outputs = tuple_of(case.run(**leaves, backend=by))
+            ones = list(map(torch.ones_like, outputs))
+            found.append(torch.autograd.grad(outputs, list(leaves.values()), ones))
+        return found
 
-    for by in names:
-        begin(by)
-        run(by)
-    variants = {by: partial(run, by) for by in names}
-    found = take_turns(variants, rounds=rounds, warmup=0, clock=clock_of(device))
-    return {by: statistics.median(times) for by, times in found.items()}
+    found = in_turns({by: partial(run, by) for by in names}, device, begin, rounds)
+    return {by: each / len(made) for by, each in found.items()}
+
+
+def in_turns(
+    variants: dict[str, Callable[[], object]], device: Device, begin: Callable[[str], None],
+    rounds: int,
+) -> dict[str, float]:  # fmt: skip
+    """Median seconds of variants that take turns, on a GPU of the CUDA graph of each; of the
+    variant itself where it cannot be captured."""
+    on_gpu = torch.device(device).type == "cuda"
+    stream = torch.cuda.Stream(device) if on_gpu else None
+    # Backward runs on the stream of its forward, and the default stream cannot be captured.
+    with torch.cuda.stream(stream):
+        for name, run in variants.items():
+            begin(name)
+            run()
+            if stream is not None:
+                run()
+                with contextlib.suppress(RuntimeError):
+                    variants = variants | {name: captured(run, stream)}
+        found = take_turns(variants, rounds=rounds, warmup=int(on_gpu), clock=clock_of(device))
+    return {name: statistics.median(times) for name, times in found.items()}

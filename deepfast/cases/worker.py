@@ -1,8 +1,9 @@
 """A process that runs kernels which may be wrong: `deepfast.selfcheck.full` starts it.
 
 Its argument is a job in JSON: op, by (backends), dtype, device, and thorough, or the widths at
-which the backends are timed. It writes a JSON line before each case, so that the parent knows what
-was running when the process ended, and one with the result.
+which the backends are timed. The op `full.STEP` times training steps. It writes a JSON line before
+each case, so that the parent knows what was running when the process ended, and one with the
+result.
 """
 
 import json
@@ -12,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from deepfast.cases import check, sizes
+from deepfast.cases import check, sizes, steps
 from deepfast.cases.case import Case
+from deepfast.selfcheck import full
 from deepfast.selfcheck.first_use import first_line, out_of_memory
-from deepfast.selfcheck.full import widths
 
 ROUNDS = 9
 """Runs of each backend, of which the median is the time."""
@@ -33,13 +34,15 @@ def result_of(job: dict, say: Callable[..., None]) -> dict:
         say(by=by, case=case.name if case else op)
 
     try:
+        if op == full.STEP:
+            return found | {"seconds": steps.seconds(device, begin, ROUNDS)}
         for width in job.get("widths", ()):
             case = sizes.typical(op, width, device.type)
             seconds = check.seconds(case, job["by"], dtype, device, begin, ROUNDS)
             found.setdefault("seconds", {})[str(width)] = seconds
         if "widths" in job:
             return found
-        for case in sizes.cases(op, device.type, widths(op, device.type), job["thorough"]):
+        for case in sizes.cases(op, device.type, full.widths(op, device.type), job["thorough"]):
             begin(found["by"])
             error = check.fault(case, found["by"], dtype, device)
             if error is not None:

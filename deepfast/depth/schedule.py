@@ -49,17 +49,41 @@ def block_pattern(rows: int, size: int) -> tuple[Pattern, tuple[bool, ...]]:
     return pattern, tuple(k > 0 and (k - 1) % size != 0 for k in range(rows))
 
 
-def default_block(rows: int) -> int:
-    """Rows per block, chosen by measurement on a CPU.
+FAR_PASS = 4
+"""The launches of a far pass on a GPU, forward or backward, as the number of states that a copy
+moves in that time: about 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, D = 1024."""
 
-    Memory traffic falls until a block has about sqrt(rows) rows. But there a pass for more than 8
-    rows is limited by arithmetic, not by memory traffic. On CUDA a far pass of forward takes up to
-    16 rows, one of backward 8; bench/results/limits.md counts what that gives. Up to 8 rows make
-    one block: a far pass would cost more than it saves.
+
+def default_block(rows: int, device_type: str = "cpu") -> int:
+    """Rows per block.
+
+    On a CPU it was chosen by measurement: memory traffic falls until a block has about sqrt(rows)
+    rows, but a pass for more than 8 rows is limited by arithmetic there. Elsewhere it is chosen by
+    count: the fewest states that a step moves, with `FAR_PASS` for each launch over far states,
+    which takes up to 16 rows (bench/results/count.md). Up to 8 rows make one block: a far pass
+    would cost more than it saves.
     """
     if rows <= 8:
         return rows
-    return 4 if rows <= 32 else 8
+    if device_type == "cpu":
+        return 4 if rows <= 32 else 8
+    return min(range(4, 17), key=lambda block: block_cost(rows, block))
+
+
+def block_cost(rows: int, block: int) -> float:
+    """What depends on the block: states that a step reads and writes, where each row reads all
+    states below it, and `FAR_PASS` for each launch over far states."""
+    cost = 0.0
+    for start in range(0, rows, block):
+        end = min(start + block, rows)
+        count = end - start
+        # Forward, backward's recompute, and the gradients that a state pulls.
+        cost += 1.5 * count * (count - 1)
+        # Forward and recompute read the far states, write their sums and read them.
+        cost += 2 * (start + 2 * count + FAR_PASS) * (start > 0)
+        # The pull reads the far gradients and its states, writes sums, and the boundary reads them.
+        cost += (rows - end + 3 * count + FAR_PASS) * (end < rows)
+    return cost
 
 
 def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:

@@ -34,8 +34,9 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
 
 def _mixed(connection, history, k: int) -> Tensor:
     """Row k, from its partial sum, where its block has some, and the states of the block."""
-    block = history.block or default_block(connection.rows)
-    start, states, weights = k - k % block, history.traced, history.parameters[0]
+    states, weights = history.traced, history.parameters[0]
+    block = history.block or default_block(connection.rows, states[k].device.type)
+    start = k - k % block
     rows = range(start, min(start + block, connection.rows))
     if k == start:
         older = [[j for j in connection.pattern[row] if j < start] for row in rows]

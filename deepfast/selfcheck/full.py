@@ -38,6 +38,9 @@ ORDER = (
 DTYPES = ("bfloat16", "float32", "float16")
 """In the order in which they are checked."""
 
+STEP = "training step"
+"""The job that times steps of an encoder with depth connections and without; no op."""
+
 LENGTHS = (64, 512, 4096)
 """Longest sentences at which attention is timed: tiles that suit one do not suit another."""
 
@@ -166,6 +169,9 @@ def check(
         kernels = [k for k in kernels if k not in known]
         for k in known:
             say(f"{' '.join(k)}: right on {store.full[k]}; --again checks it again")
+    say(f"{device}: kernels to check, by op, backend and dtype: {len(kernels)}")
+    if any(op in ("boundary", "attention_boundary") for op, _, _ in kernels):
+        _time_steps(start(shared | {"op": STEP, "by": ["deepfast"], "dtype": "bfloat16"}), say)
     pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, PROCESSES)))
     try:
         jobs = {
@@ -200,6 +206,17 @@ def check(
             times = ", ".join(f"{by} {s * 1e6:.0f} us" for by, s in seconds.items())
             say(f"{op} {dtype}, size {size}: {times}")
     return fine
+
+
+def _time_steps(result: dict, say: Callable[[str], None]) -> None:
+    """Says what a training step with a depth connection takes over one without, alone on the
+    device: the first that most users want to know. Kernels get their quick check in it."""
+    if result["error"] is not None:
+        say(f"{STEP}: {result['error']}")
+        return
+    plain = result["seconds"].pop("residual")
+    ratios = ", ".join(f"{name} {each / plain:.3f}" for name, each in result["seconds"].items())
+    say(f"{STEP}, bf16, over the plain residual's {plain * 1e3:.1f} ms: {ratios}")
 
 
 def _keep(store: Store, op: str, by: str, dtype: str, result: dict, say) -> None:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepfast.depth.schedule import default_block, near_rows
+from deepfast.depth.schedule import block_cost, default_block, depth_pattern, near_rows
+from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, DepthHistory
 
 
@@ -13,6 +14,17 @@ def test_default_block_is_near_the_square_root():
     for rows in (16, 31, 61, 101):
         assert 0.5 <= default_block(rows) / rows**0.5 <= 1.5
     assert [default_block(rows) for rows in (1, 2, 8)] == [1, 2, 8]
+
+
+def test_a_gpus_block_moves_the_fewest_states(monkeypatch):
+    monkeypatch.setattr(f"{block_cost.__module__}.FAR_PASS", 0)
+    for rows in (9, 25, 60):
+        pattern = depth_pattern(rows, None, 1, 1)
+        moved = {block: engine_moved(pattern, block=block) for block in range(2, 18)}
+        same = {count - block_cost(rows, block) for block, count in moved.items()}
+        assert same == {7 * rows}
+    monkeypatch.undo()
+    assert [default_block(rows, "cuda") for rows in (8, 13, 25, 49, 97)] == [8, 7, 5, 7, 11]
 
 
 def test_near_rows_partition_the_rows():

@@ -58,6 +58,16 @@ def test_a_kernel_is_timed_beside_torch(device):
     assert min(result["seconds"]["8"].values()) > 0
 
 
+def test_a_step_is_timed_beside_the_plain_residual(device):
+    job = {"op": full.STEP, "by": ["deepfast"], "dtype": "bfloat16", "device": "cpu"}
+    said = []
+    result = worker.result_of(job, lambda **line: said.append(line["by"]))
+    assert result["error"] is None
+    assert said == list(result["seconds"]) == ["residual", "dlcl", "attnres"]
+    full._time_steps({"error": None, "seconds": {"residual": 0.1, "dlcl": 0.102}}, said.append)
+    assert said[-1] == "training step, bf16, over the plain residual's 100.0 ms: dlcl 1.020"
+
+
 def in_a_process(fault, seconds=120, dtype="float32"):
     prelude = f"from tests.selfcheck import faults; faults.install(('triton',), {fault!r})"
     return full.run(JOB | {"dtype": dtype}, seconds, prelude)
@@ -103,6 +113,8 @@ def start(device, monkeypatch):
 
     def run(job):
         by, dtype = job["by"][0], job["dtype"]
+        if job["op"] == full.STEP:
+            return {"error": "no step", "by": by}
         error = errors.get((by, dtype), errors.get(by))
         if "widths" not in job:
             return {"error": error, "by": by, "memory": "memory" in str(error)}
@@ -124,6 +136,8 @@ def command(*words):
 def test_the_command_checks_prints_and_keeps(start, capsys, tmp_path):
     assert command("--write", str(tmp_path / "results.json")) == 0
     said = capsys.readouterr().out
+    assert said.startswith("cpu: kernels to check, by op, backend and dtype: 3\n")
+    assert full.STEP not in said
     assert "layer_norm triton float32: right\n" in said
     assert "layer_norm bfloat16, size 7: triton 500000 us, reference 500000 us\n" in said
     assert "layer_norm float16, size" not in said
@@ -147,6 +161,13 @@ def test_a_wrong_kernel_does_not_serve(start, capsys):
     start.clear()
     assert command() == 0
     assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "triton"
+
+
+def test_what_is_said_of_a_step_comes_first(start, capsys):
+    assert main(["selfcheck", "--device", "cpu", "--op", "boundary"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "training step: no step"
+    assert lines[2].startswith("boundary triton ")
 
 
 def test_a_second_run_checks_what_has_no_result(start, capsys, monkeypatch):
