@@ -29,6 +29,15 @@ from .attend import (
     slot,
     tile_rows,
 )
+from .attend_dot import (
+    MOST_CHANNELS,
+    PULL_SIZES,
+    PULLED_CHANNELS,
+    ROW_SIZES,
+    attend_pull_dot_kernel,
+    attend_rows_dot_kernel,
+    dot_tile,
+)
 from .common import (
     RowTile,
     Sum,
@@ -47,13 +56,6 @@ from .mix_rows import ROWS, sum_into
 
 LOADS = 2
 """States, or gradients, that a loop loads ahead; there are no registers for more."""
-
-# Numbers that change from launch to launch; no compiled variant depends on them.
-ROW_SIZES = [
-    *("T", "R", "K", "first_k", "step_k", "rows", "first_row", "step_row", "first_out"),
-    "step_out",
-]
-PULL_SIZES = [*ROW_SIZES, "first_slot", "step_slot"]
 
 
 def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:
@@ -184,44 +186,62 @@ def attend_query_kernel(
 @launcher
 def attend_rows(a):
     _, T, D = a.states.shape
-    tile = attend_tile(D, a.states.element_size(), 8)
-    programs, registers = residency(16, tile.num_warps)
+    tile, programs = dot_tile(a.states, MOST_CHANNELS), multiprocessors(a.states.device)
+    if tile is None:
+        kernel, whole = attend_rows_kernel, attend_tile(D, a.states.element_size(), 8)
+        tile = whole._asdict()
+    else:
+        kernel, whole = attend_rows_dot_kernel, None
+    resident = residency(16, tile["num_warps"])
     for count, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
-        BB = min(tile.BT, next_power_of_2(count))
-        groups, tiles = cdiv(count, BB), cdiv(T, tile.BT // BB)
-        chunks = even_programs(tiles, programs * multiprocessors(a.states.device))
+        sides, groups, tiles = tile, 1, T
+        if whole is not None:
+            BB = min(whole.BT, next_power_of_2(count))
+            sides = {"BB": BB, "UNROLL": LOADS, **tile}
+            groups, tiles = cdiv(count, BB), cdiv(T, whole.BT // BB)
+        chunks = even_programs(tiles, resident.programs * programs)
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
             call(
-                attend_rows_kernel, (groups * chunks,),
+                kernel, (groups * chunks,),
                 a.states, a.query, a.bias, a.source_rstd, a.out, a.out_stats,
                 T, a.query.shape[0], *k, K, *row, count, *place,
                 a.states.stride(0), a.states.stride(1), a.out.stride(0), a.out.stride(1),
-                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0,
-                UNROLL=LOADS, D=D, BB=BB, **tile._asdict(),
-                maxnreg=registers,
+                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, D=D, **sides,
+                maxnreg=resident.registers,
             )  # fmt: skip
 
 
 @launcher
 def attend_pull(a):
     _, T, D = a.states.shape
-    tile = attend_tile(D, a.states.element_size(), 8)
+    tile = dot_tile(a.states, PULLED_CHANNELS)
+    if tile is None:
+        kernel, whole = attend_pull_kernel, attend_tile(D, a.states.element_size(), 8)
+        tile, registers = whole._asdict(), residency(16, whole.num_warps).registers
+    else:
+        kernel, whole, registers = attend_pull_dot_kernel, None, None
     for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS):
-        BB = min(tile.BT, next_power_of_2(K))
-        grid = (cdiv(K, BB) * cdiv(T, tile.BT // BB),)
+        sides = tile
+        if whole is None:
+            programs = residency(8, tile["num_warps"]).programs * multiprocessors(a.states.device)
+            grid = (even_programs(T, programs),)
+        else:
+            BB = min(whole.BT, next_power_of_2(K))
+            # One row at a time: with two, Triton 3.6 spills.
+            sides = {"BB": BB, "UNROLL": 1, **tile}
+            grid = (cdiv(K, BB) * cdiv(T, whole.BT // BB),)
         for i, (L, row, first_slot) in enumerate(
             progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))
         ):
             ds = None if a.dquery is None else a.query.new_empty(T, L, K)
-            # One row at a time: with two, Triton 3.6 spills.
             call(
-                attend_pull_kernel, grid,
+                kernel, grid,
                 a.grads, a.states, a.query, a.bias, a.source_rstd, a.stats, a.out, ds,
                 T, a.query.shape[0], *first_slot, *row, L, *k, K, *place,
                 a.grads.stride(0), a.grads.stride(1), a.states.stride(0), a.states.stride(1),
                 a.out.stride(0), a.out.stride(1),
-                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, UNROLL=1, D=D, BB=BB,
-                **tile._asdict(), maxnreg=residency(16, tile.num_warps).registers,
+                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, D=D, **sides,
+                maxnreg=registers,
             )  # fmt: skip
             if ds is not None and L > 0:
                 later = range(row[0], row[0] + L * row[1], row[1])

@@ -55,6 +55,16 @@ def multiprocessors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else _multiprocessors(device.index)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; under the interpreter those of an H100."""
+    return 227 << 10 if device.type != "cuda" else _shared_memory(device.index)
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -10,9 +10,12 @@ Where every sublayer reads the depth connection, a call runs one part: n -> atte
 n -> feed_forward(n).
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks, ops
 from deepfast.memory.policies import POLICIES, RERUN
@@ -25,9 +28,12 @@ from deepfast.ops.activation import KINDS
 from deepfast.ops.attention import Window
 from deepfast.renamed import names_arguments
 
+ACTIVATIONS = (*KINDS, "swiglu")
+
 
 class FeedForward(nn.Module):
-    """``W_2 dropout(activation(W_1 x))``. The layer around it has checked the arguments."""
+    """``W_2 dropout(activation(W_1 x))``; with "swiglu" ``W_2 dropout(silu(g) * u)`` where g and u
+    are the two halves of ``W_1 x``. The layer around it has checked the arguments."""
 
     def __init__(
         self,
@@ -40,7 +46,7 @@ class FeedForward(nn.Module):
     ):
         super().__init__()
         self.activation, self.dropout, self.backend = activation, dropout, backend
-        self.up = nn.Linear(dim, ffn_dim)
+        self.up = nn.Linear(dim, (1 + (activation == "swiglu")) * ffn_dim)
         self.down = nn.Linear(ffn_dim, dim)
         self.reset_parameters()
 
@@ -72,14 +78,19 @@ class FeedForward(nn.Module):
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``recompute`` decides whether it saves the hidden activation.
         """
-        fused = plain_norm(norm) and plain(self.up, nn.Linear)
+        gated = self.activation == "swiglu"
+        fused = plain_norm(norm) and plain(self.up, nn.Linear) and not gated
         if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
             # A rerun stops before the last product, which it could not do inside one op.
-            if residual is None:
-                return x, self(norm(x), gate)
-            if return_norm or not fused:
-                n, s = norm(x, residual=residual, dropout_p=dropout_p)
-                return (n if return_norm else s), self(n, gate)
+            if residual is None or return_norm or not fused:
+                if residual is None:
+                    n, s = norm(x), x
+                else:
+                    n, s = norm(x, residual=residual, dropout_p=dropout_p)
+                run = self.forward
+                if gated and recompute in ("ffn", "ffn+qkv"):
+                    run = partial(checkpoint, self.forward, use_reentrant=False)
+                return (n if return_norm else s), run(n, gate)
             h, s = ops.add_norm_linear(
                 x, residual, norm.weight, norm.bias, self.up.weight, None, norm.eps,
                 norm_type=norm.norm_type, dropout_p=dropout_p, training=self.training,
@@ -97,6 +108,9 @@ class FeedForward(nn.Module):
 
     def _rest(self, h: Tensor, gate: Gate | None, bias: Tensor | None = None) -> Tensor:
         """``gate * W_2 dropout(activation(h + bias))``."""
+        if self.activation == "swiglu":
+            g, u = (h if bias is None else h + bias).chunk(2, -1)
+            return gated(self.down, F.dropout(F.silu(g) * u, self.dropout, self.training), gate)
         h = ops.activation(
             h, self.activation, bias=bias, dropout_p=self.dropout, training=self.training,
             backend=self.backend,
@@ -132,7 +146,7 @@ class _Layer(nn.Module):
         checks.choice(name, ("pre", "post"), norm=norm)
         checks.choice(name, NORMS, norm_type=norm_type)
         checks.choice(name, POLICIES, recompute=recompute)
-        checks.choice(name, KINDS, activation=activation)
+        checks.choice(name, ACTIVATIONS, activation=activation)
         checks.whole(name, dim=dim, num_heads=num_heads, ffn_dim=ffn_dim)
         checks.flag(name, first_norm=first_norm, later_norms=later_norms)
         for argument, p in (
@@ -311,7 +325,8 @@ class TransformerEncoderLayer(_Layer):
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
-        activation: "relu" or "gelu".
+        activation: "relu", "gelu" or "swiglu": ``silu(g) * u`` of the two halves of a first product
+            of 2 F channels, in torch's ops (Shazeer 2020).
         first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
         later_norms: False where the stack owns the other pre-norm LNs too, and calls the layer
             part by part.

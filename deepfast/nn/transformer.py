@@ -208,7 +208,7 @@ class TransformerEncoder(_Stack):
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
-        activation: "relu" or "gelu".
+        activation: "relu", "gelu" or "swiglu", see `TransformerEncoderLayer`.
         dlcl: further arguments of `DLCL`, such as ``{"weight_type": "vector", "window": 8}``;
             ``{"norm": None}`` mixes states without norms, ``{"norm_type": "layer"}`` with
             layer-norms in a stack of RMS norms.

@@ -25,30 +25,51 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unkn
 FLAGS += ["-Wno-unused-function", "-DDEEPFAST_EMULATE", TARGET_VERSION]
 
 
-def build() -> Path:
-    """The library, compiled if it is older than its sources."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    target = FOLDER / "libemulated.so"
+# Every access to memory is checked, but to stacks: fibers have stacks of their own.
+BOUNDS = ["-fsanitize=address", "--param", "asan-stack=0"]
+
+
+def build(bounds: bool = False) -> Path:
+    """The library, compiled if it is older than its sources.
+
+    bounds: with checks of every access, for a process that loads `sanitizer` first.
+    """
+    folder = FOLDER.with_name("emulated_bounds") if bounds else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "libemulated.so"
     flags = [*FLAGS, f"-I{Path(__file__).parent}", "-I.", f"-I{ROOT}", f"-I{CSRC}"]
+    flags += BOUNDS if bounds else []
     flags += [f"-isystem{path}" for path in include_paths()]
     libraries = Path(torch.__file__).parent / "lib"
     ninja = Ninja()
     ninja.rule("compile", f"{compiler()} -MMD -MF $out.d $flags -x c++ -c $in -o $out")
-    checks = [FOLDER / "launches.cpp", CSRC / "common" / "arguments.cpp"]
+    checks = [folder / "launches.cpp", CSRC / "common" / "arguments.cpp"]
     kernels = sorted((CSRC / "cuda").glob("*.cu"))
     for source in [Path(__file__).parent / "emulated.cpp", *checks, *kernels]:
         ninja.compile("compile", source, source.stem, flags)
-    link = f"{compiler()} -shared $in -o $out -L{libraries} -ltorch -ltorch_cpu -lc10"
+    shared = " ".join([compiler() or "c++", "-shared", *(BOUNDS if bounds else [])])
+    link = f"{shared} $in -o $out -L{libraries} -ltorch -ltorch_cpu -lc10"
     # Of several test processes one compiles, and the others wait.
-    with FileLock(FOLDER / "lock"):
-        write_headers(FOLDER)
-        (FOLDER / "build.ninja").write_text(ninja.text(link, target))
+    with FileLock(folder / "lock"):
+        write_headers(folder)
+        (folder / "build.ninja").write_text(ninja.text(link, target))
         done = subprocess.run(
-            [sys.executable, "-m", "ninja", "-C", str(FOLDER)], capture_output=True, text=True
+            [sys.executable, "-m", "ninja", "-C", str(folder)], capture_output=True, text=True
         )
     if done.returncode != 0:
         raise RuntimeError(f"csrc/cuda does not compile over the emulator:\n{done.stdout}")
     return target
+
+
+def sanitizer() -> str | None:
+    """What a process with `build(bounds=True)` preloads, for LD_PRELOAD; None where it is missing.
+    libasan looks for libstdc++ when it is loaded, and Python has none."""
+    found = []
+    for name in ("libasan.so", "libstdc++.so"):
+        command = [compiler() or "c++", f"-print-file-name={name}"]
+        path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        found += [path] if Path(path).is_absolute() else []
+    return " ".join(found) if len(found) == 2 else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How near to a plain copy the CUDA kernels can come, counted from their machine code.
+"""How near to a plain copy the GPU kernels can come, counted from their machine code.
 
     python tests/cuda/limits.py                                     # prints the table
     python tests/cuda/limits.py --write bench/results/limits.md
@@ -8,7 +8,9 @@ over tokens are counted, each inner loop as often as it runs.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -43,9 +45,11 @@ OTHER_RESULT = 22
 SHARED_CYCLES = {32: 1, 64: 2, 128: 4}
 
 HEADER = """\
-# Computed, not measured: how near to a copy the CUDA kernels can come
+# Computed, not measured: how near to a copy the GPU kernels can come
 
-`python tests/cuda/limits.py --write bench/results/limits.md`, nvcc {version}, sm_90.
+`python tests/cuda/limits.py --write bench/results/limits.md`, nvcc {version}, Triton {triton},
+sm_90. The kernels `attend_*` are Triton's: on tensor cores (`dot`) for bf16 and rows of up to 1,024
+channels, else with FMA; the rows of both show what tensor cores give. The others are CUDA C++.
 
 For a token of D = 512 channels in bf16, of the machine code of the loop over tokens, each inner
 loop as often as it runs:
@@ -126,6 +130,13 @@ class Instruction:
         return self.opcode.split(".")[0]
 
     @property
+    def result(self) -> int:
+        """Cycles to its result, if their number is not fixed."""
+        # Triton's kernels hint at what lies in the L1 cache.
+        cached = self.first == "LDG" and (".EF" in self.opcode or ".EL" in self.opcode)
+        return RESULT["LDS"] if cached else RESULT.get(self.first, OTHER_RESULT)
+
+    @property
     def target(self) -> int | None:
         """Where a branch goes."""
         found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
@@ -159,13 +170,17 @@ def usual(code: list[Instruction], never: str) -> list[Instruction]:
     return [i for i in code if not any(s and s[0][0] < i.address < s[0][1] for s in found)]
 
 
-def loops(code: list[Instruction]) -> list[tuple[int, int]]:
+def loops(code: list[Instruction], behind: bool = False) -> list[tuple[int, int]]:
     """First and last address of every loop. What lies behind the last exit are waits for barriers
-    that are not over at once, and slow paths: they jump back, but not to the begin of a loop."""
+    that are not over at once, and slow paths: they jump back, but not to the begin of a loop.
+
+    behind: whether loops may end there, as Triton's do.
+    """
     found: dict[int, int] = {}
     end = max((i.address for i in code if i.first == "EXIT"), default=code[-1].address)
+    end = code[-1].address if behind else end
     for i in code:
-        if i.target is not None and i.target <= i.address <= end:
+        if i.target is not None and i.target < i.address <= end:
             found[i.target] = max(found.get(i.target, 0), i.address)
     return sorted(found.items())
 
@@ -203,10 +218,13 @@ def module_folder(name: str) -> str:
 def weighted(code: list[Instruction], case: Case) -> list[tuple[Instruction, float]]:
     """The instructions of the loop over tokens, and how often each runs in one pass."""
     begin, end = 0, max(i.address for i in code if i.first == "EXIT")
+    triton = case.source == "triton"
     if case.looped:
-        begin, end = max(loops(code), key=lambda span: span[1] - span[0])
-    body = usual([i for i in code if begin <= i.address <= end], case.never)
-    inner = [span for span in loops(body) if span != (begin, end)]
+        begin, end = max(loops(code, triton), key=lambda span: span[1] - span[0])
+    body = [i for i in code if begin <= i.address <= end]
+    # Every row of Triton's kernels passes their barriers.
+    body = body if triton else usual(body, case.never)
+    inner = [span for span in loops(body, triton) if span != (begin, end)]
     if len(inner) != len(case.loops):
         raise SystemExit(
             f"{case.kernel}: expected {len(case.loops)} inner loops, got {len(inner)}:"
@@ -243,7 +261,7 @@ def alone(code: list[tuple[Instruction, float]]) -> float:
         now = max([now, *(ready[b] for b in range(6) if i.control >> 11 + b & 1)])
         written, read = i.control >> 5 & 7, i.control >> 8 & 7
         if written < 6:
-            ready[written] = max(ready[written], now + RESULT.get(i.first, OTHER_RESULT))
+            ready[written] = max(ready[written], now + i.result)
         if read < 6:
             ready[read] = max(ready[read], now + OTHER_RESULT)
         now += max(1, i.control & 15)
@@ -282,6 +300,47 @@ def compiled(source: str, folder: str) -> dict[str, list[Instruction]]:
     build.write_headers(Path(folder))
     subprocess.run([*command, path, "-o", cubin], cwd=folder, check=True, capture_output=True)
     return functions(cubin)
+
+
+def of_triton() -> dict[str, list[Instruction]]:
+    """The instructions of the far passes of attention residuals, at bf16 and D = 512."""
+    # Imported here: the rest needs no Triton. Its interpreter compiles nothing.
+    os.environ["TRITON_INTERPRET"] = "0"
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from deepfast.kernels import attend_dot, attend_rows
+
+    whole = attend_rows.attend_tile(512, 2, 8)._asdict() | {"BB": 8}
+    states = torch.empty(0, 0, 512, dtype=torch.bfloat16, device="meta")
+    rows = attend_dot.dot_tile(states, attend_dot.MOST_CHANNELS)
+    pulled = attend_dot.dot_tile(states, attend_dot.PULLED_CHANNELS)
+    found = {}
+    for kernel, given in (
+        (attend_rows.attend_rows_kernel, whole | {"UNROLL": attend_rows.LOADS, "maxnreg": 128}),
+        (attend_rows.attend_pull_kernel, whole | {"UNROLL": 1, "maxnreg": 128}),
+        (attend_dot.attend_rows_dot_kernel, rows | {"maxnreg": 128}),
+        (attend_dot.attend_pull_dot_kernel, pulled),
+    ):
+        given = given | {"p_bias": None, "RELU": False, "ACCUMULATE": False, "D": 512}
+        options = {name: given.pop(name) for name in ("num_warps", "maxnreg") if name in given}
+        names, signature, aligned = kernel.arg_names, {}, {}
+        for i, name in enumerate(names):
+            stored = "*bf16" if name in ("p_states", "p_grads", "p_out") else "*fp32"
+            signature[name] = stored if name.startswith("p_") else "i32"
+            if name in given:
+                signature[name] = "constexpr"
+            elif name.startswith(("p_", "s_")):
+                aligned[i,] = [["tt.divisibility", 16]]
+        constants = {(names.index(name),): value for name, value in given.items()}
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+        made = compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(made.asm["cubin"])
+            (found[kernel.__name__],) = functions(cubin).values()
+    return found
 
 
 COLUMNS = ("kernel", "case", "bytes", "slots", "alone", "shared", "warps", "in flight", "limit")
@@ -354,6 +413,30 @@ def pull(rows: int, sources: int) -> Case:
     )  # fmt: skip
 
 
+def attend(states: int, rows: int, dot: bool) -> Case:
+    """attend_rows. A program of eight warps has a token: of 8 rows, or on tensor cores of 16. It
+    loads two states, or 16, and waits for them."""
+    name = "attend_rows_dot_kernel" if dot else "attend_rows_kernel"
+    passes = states // DOT if dot else states // 2
+    return Case(
+        source="triton", kernel=name, what=f"K={states} B={rows}", loops=(passes,),
+        tokens=EIGHTH if dot else EIGHTH * 8 / rows, rows_read=states, rows_written=rows,
+        ahead=(DOT if dot else 2) * EIGHTH, warps=16,
+    )  # fmt: skip
+
+
+def attend_back(rows: int, sources: int, dot: bool) -> Case:
+    """attend_pull, without the gradient of the queries. On tensor cores gradients and queries are
+    loaded twice, the second time from the L1 cache."""
+    name = "attend_pull_dot_kernel" if dot else "attend_pull_kernel"
+    return Case(
+        source="triton", kernel=name, what=f"L={rows} J={sources}",
+        loops=(rows // DOT if dot else rows,), tokens=EIGHTH if dot else EIGHTH * 8 / sources,
+        rows_read=rows + sources, rows_written=sources, ahead=(DOT if dot else 1) * EIGHTH,
+        warps=8 if dot else 16, looped=dot,
+    )  # fmt: skip
+
+
 NORM = {"source": "layer_norm", "what": "residual, dropout", "rows_written": 2}
 CASES = [
     forward(4), forward(8), backward(4, 4), backward(8, 8),
@@ -361,6 +444,8 @@ CASES = [
     Case(**NORM, kernel="layer_norm_fwd_kernel<bf16,2,1>", rows_read=2, ahead=2, warps=32,
          looped=False),
     Case(**NORM, kernel="layer_norm_bwd_kernel<bf16,2,1>", rows_read=3, ahead=6, warps=16),
+    *(attend(n, b, dot) for n, b in ((16, 8), (64, 8), (64, 16)) for dot in (False, True)),
+    *(attend_back(n, b, dot) for n, b in ((16, 8), (64, 8), (64, 16)) for dot in (False, True)),
 ]  # fmt: skip
 
 
@@ -374,11 +459,12 @@ def main() -> int:
     version, _ = ptxas.build.nvcc_facts(ptxas.build.find_nvcc())
     chips = ", ".join(f"{chip} {rate / 1e12:.1f} TB/s" for chip, rate in COPIES.items())
     text = HEADER.format(
-        version=version, latency=LATENCY, chips=chips,
+        version=version, latency=LATENCY, chips=chips, triton=importlib.metadata.version("triton"),
         count=MULTIPROCESSORS, clock=CLOCK / 1e9,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        code = {source: compiled(source, folder) for source in sorted({c.source for c in CASES})}
+        sources = sorted({c.source for c in CASES} - {"triton"})
+        code = {source: compiled(source, folder) for source in sources} | {"triton": of_triton()}
     text += table(CASES, code)
     print(text)
     if args.write:

@@ -291,6 +291,7 @@ CASES = [
     *hopper(*BOUNDARY, near=8, D=512, rms=True),
     *every(*ATTEND, B=8, D=512),
     *hopper(*ATTEND, B=16, D=512),
+    *every(*ATTEND, B=8, D=1024),
     *hopper(*ATTEND, B=4, D=4096),
     *hopper(*ATTEND, B=8, D=512, kind="relu"),
     *hopper(*ATTEND, B=8, D=512, dtype=FP32),

@@ -88,23 +88,34 @@ def test_options(names, options, inplace, dtype, tolerances, poison, kernels):
         agree(tolerances, kernels, name, dtype, T=5, D=40, **given, **options)
 
 
-def test_attend_rows_over_no_states(kernels):
+@pytest.mark.parametrize("kind", [{}, RELU], ids=["softmax", "relu"])
+@pytest.mark.parametrize("D", [64, 200, 1000, 1030])
+def test_tiles_of_attention(D, kind, tolerances, poison, kernels):
+    """More states or rows than a tile of 16, rows in one turn, in two and too wide for tensor
+    cores, more tokens than programs."""
+    for name, count in (("attend_rows", 19), ("attend_pull", 2)):
+        given = lists(name, range(count), range(count, ROWS), False) | {"T": 9, "D": D}
+        given["source_rstd"] = 0.5 + torch.rand(ROWS, 9)
+        agree(tolerances, kernels, name, torch.bfloat16, **given | kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attend_rows_over_no_states(dtype, kernels):
     given = numbers("attend_rows", T=3, D=17, sources=[], rows=[3, 4], out_rows=[1, 2])
-    got = run(kernels("attention_boundary"), "attend_rows", given, torch.float32, torch.float32)
+    got = run(kernels("attention_boundary"), "attend_rows", given, dtype, dtype)
     assert not got["out"][1:3].any()
     assert not got["out_stats"][1:3, 1].any()
     assert got["out_stats"][1:3, 0].isneginf().all()
 
 
-def test_scores_of_minus_infinity_have_no_weight(kernels):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_minus_infinity_have_no_weight(dtype, kernels):
     bias = torch.zeros(ROWS, ROWS)
     bias[:, [0, 2]] = float("-inf")
     given = numbers("attend_rows", T=3, D=17, **lists("attend_rows", range(4), [5]) | {
         "source_rstd": 0.5 + torch.rand(ROWS, 3)})  # fmt: skip
     got, expected = (
-        run(
-            kernels("attention_boundary"), "attend_rows", given | more, torch.float32, torch.float32
-        )
+        run(kernels("attention_boundary"), "attend_rows", given | more, dtype, dtype)
         for more in ({"bias": bias}, {"bias": None, "sources": [1, 3]})
     )
     for name in got:

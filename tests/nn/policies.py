@@ -12,6 +12,7 @@ OTHERS = POLICIES[1:]
 CASES = {
     "dlcl": {},
     "dlcl, padding": {"padding": True, "activation_dropout": 0.2},
+    "dlcl, swiglu": {"activation": "swiglu", "activation_dropout": 0.2},
     "dlcl, gelu": {"activation": "gelu", "activation_dropout": 0.2, "attention_dropout": 0.1},
     "dlcl, window": {"dlcl": {"window": 3, "weight_type": "vector"}},
     "dlcl, post": {"norm": "post"},

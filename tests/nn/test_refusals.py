@@ -48,7 +48,7 @@ ONE = "must be an integer of at least 1, got"
 OPTIONS = [
     (STACKS, {"norm": "sandwich"}, "norm must be one of pre, post.*, got 'sandwich'"),
     (STACKS, {"connection": "dense"}, "connection must be one of .*got 'dense'"),
-    (STACKS, {"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
+    (STACKS, {"activation": "tanh"}, "activation must be one of relu, gelu, swiglu, got 'tanh'"),
     (STACKS, {"num_heads": 5}, "num_heads must divide dim 8, got 5"),
     (STACKS, {"num_layers": 0}, f"num_layers {ONE} 0"),
     (STACKS, {"num_layers": 1.5, "connection": "residual"}, f"num_layers {ONE} 1.5"),

@@ -153,6 +153,25 @@ def test_activation_and_attention_dropout_follow_the_mode(name):
     assert torch.equal(m(x), m(x))
 
 
+def test_swiglu():
+    """The formula, and that "ffn" keeps none of the hidden tensors, which have F channels."""
+    layer = TransformerEncoderLayer(8, 2, 20, activation="swiglu", dropout=0.0).double()
+    block, x = layer.feed_forward, torch.randn(2, 3, 8, dtype=torch.float64)
+    g, u = F.linear(x, block.up.weight[:20]), F.linear(x, block.up.weight[20:])
+    expected = F.linear(F.silu(g) * u, block.down.weight)
+    torch.testing.assert_close(block(x), expected)
+    kept = {}
+    for policy in ("none", "ffn"):
+        layer.recompute, sizes = policy, []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            layer(x.requires_grad_())
+        kept[policy] = sizes.count(6 * 20)
+    # g, u, silu(g) and what the last product reads.
+    assert kept == {"none": 4, "ffn": 0}
+
+
 def test_states_are_in_16_bits_under_autocast(monkeypatch):
     from deepfast.nn.connections import dlcl as module
 
