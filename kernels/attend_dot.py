@@ -26,6 +26,8 @@ ROW_SIZES = [
     "step_out",
 ]
 PULL_SIZES = [*ROW_SIZES, "first_slot", "step_slot"]
+CHANNELS = 128 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
+"""Channels of a product. Two warps share one of 128; by older compilers both would compute all."""
 SIDE = tl.constexpr(16)
 """Rows and states of a tile."""
 
@@ -40,7 +42,7 @@ def dot_tile(states: torch.Tensor, most: int) -> dict[str, int] | None:
         return None
     if shared_memory(states.device) < 136 * BD:
         return None
-    BC = min(BD, 128)
+    BC = min(BD, CHANNELS)
     return {"NC": BD // BC, "BC": BC, "num_warps": max(4, BD // 64)}
 
 

@@ -22,6 +22,9 @@ FORMS = {"dlcl": 1, "attnres": 2}
 """Connection -> reads of a layer."""
 PUSHES = {"dlcl": "dlcl", "attnres": "attention_residuals"}
 """Connection -> the key of its push in results.csv."""
+SHARES = {"dlcl": (0.75, 1.0), "attnres": (0.7, 0.25)}
+"""How near far passes come to a copy on an H100, by bench/results/limits.md: those over states, and
+those over gradients."""
 HOST = "Intel, AMX"
 """The processor whose host times the tables take."""
 
@@ -109,8 +112,17 @@ def far_passes(rows: int, block: int) -> int:
 
 
 def moved(form: str, rows: int, block: int, dim: int) -> float:
-    """States that our kernels read and write in one step."""
+    """States that our kernels read and write in one step. What a far pass moves counts as the
+    states that a copy moves in the pass's time."""
     states: float = engine_moved(depth_pattern(rows, None, 1, 1), block=block)
+    share_of_rows, share_of_pull = SHARES[form]
+    for start in range(0, rows, block):
+        end = min(start + block, rows)
+        count = end - start
+        # Forward and recompute read far states and write sums; the pull reads the far gradients and
+        # its states, and writes sums.
+        states += 2 * (start + count) * (start > 0) * (1 / share_of_rows - 1)
+        states += (rows - end + 2 * count) * (end < rows) * (1 / share_of_pull - 1)
     if form == "attnres":
         # For the gradient of the queries each pull stores a number for each token, row and state,
         # reads it, and reads its states again.
@@ -179,8 +191,9 @@ TEXTS = {
     "Counted, not measured: steps on a GPU": """\
 `python -m bench.gpu.count --write bench/results/count.md`. No GPU was asked. Assumed of an H100: a
 copy moves 3.0 TB/s (bytes read plus written), bf16 products reach 600 TFLOP/s, attention 300, a
-kernel of a CUDA graph starts 1.5 us after the one before it. What a kernel needs beyond its bytes
-is in `limits.md` and `aot.md`. Host times are those of `python -m bench.launch_overhead` (HOST):
+kernel of a CUDA graph starts 1.5 us after the one before it. Passes over far states reach the share
+of a copy that `limits.md` counts for them: DLCL 0.75 and 1.0, attention residuals 0.7 in forward
+and 0.25 in backward; all other kernels that of a copy. Host times are those of `python -m bench.launch_overhead` (HOST):
 lower bounds, without the driver and torch's allocator.""",
     "The published step of Fast-AttnRes": """\
 24 layers, D=1024, SwiGLU of 2,816, 2 x 1,024 tokens, V=32,768, each of 48 sublayers and the head
@@ -235,7 +248,7 @@ def mixing(form: str, rows: int, block: int, T: int, D: int, gap: float) -> floa
 
 
 def block_table() -> list[str]:
-    host, rows, sizes = Host(), [], ((2048, 1024), (8192, 512), (8192, 4096))
+    host, rows, sizes = Host(), [], ((2048, 1024), (8192, 512), (8192, 1024))
     for form, depth, (T, D) in product(FORMS, (12, 24, 48, 96), sizes):
         count = FORMS[form] * depth + 1
         chosen = default_block(count, "cuda")

@@ -178,9 +178,10 @@ def loops(code: list[Instruction], behind: bool = False) -> list[tuple[int, int]
     """
     found: dict[int, int] = {}
     end = max((i.address for i in code if i.first == "EXIT"), default=code[-1].address)
-    end = code[-1].address if behind else end
+    # At the very end a branch to itself keeps a processor from reading on.
+    end = code[-2].address if behind else end
     for i in code:
-        if i.target is not None and i.target < i.address <= end:
+        if i.target is not None and i.target <= i.address <= end:
             found[i.target] = max(found.get(i.target, 0), i.address)
     return sorted(found.items())
 
