@@ -10,6 +10,7 @@ launches of csrc/cuda need CUDA's runtime and are not timed. One thread, freed m
 of the thread.
 """
 
+import argparse
 import ctypes
 import os
 import subprocess
@@ -285,7 +286,13 @@ def norms() -> dict[str, float]:
     return _timed(forms, leaves)
 
 
-def main(names: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.launch_overhead", description=__doc__)
+    parser.add_argument("backends", nargs="*", help="cpu, triton; both by default. Rows of triton "
+                        "are written to bench/results/results.csv")  # fmt: skip
+    names = parser.parse_args(argv).backends
+    if unknown := {*names} - {"cpu", "triton"}:
+        parser.error(f"expected cpu or triton, got {unknown.pop()!r}")
     torch.set_num_threads(1)
     keep_memory()
     for backend in names or ("cpu", "triton"):
@@ -304,4 +311,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

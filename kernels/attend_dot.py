@@ -56,7 +56,9 @@ def dot_2(b_high, b_low, b_b, b_sum):
 def split_2(b_x):
     """An fp32 number as two bf16 numbers, its upper half and the rest: 16 of its bits."""
     b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return b_high.to(tl.bfloat16), rounded(b_x - b_high, tl.bfloat16)
+    # The rest of an infinite number would be NaN.
+    b_low = tl.where(b_x == b_high, 0.0, b_x - b_high)
+    return b_high.to(tl.bfloat16), rounded(b_low, tl.bfloat16)
 
 
 @triton.jit

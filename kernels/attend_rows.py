@@ -3,12 +3,12 @@
     attend_rows    out_b = sum_k p_lk v_k for up to 16 rows l, with each row's softmax statistics
     attend_pull    out_j = what later rows l add to dv_j,  dq_l,  db_lj
 
-A program holds the sums of its rows, and their queries, in registers, for one token or a few. It
-reads each state once for each of its rows, from DRAM the first time and then from the L1 cache.
-Programs that hold further rows of the same tokens run side by side, and read the state from the L2
-cache. In attend_pull the program holds states and reads rows. All products use FMA, for each
-channel of a pair of row and state two in attend_rows and four in attend_pull. For 8 rows of bf16
-this arithmetic takes longer than the reads from DRAM.
+The kernels of `attend_dot` take bf16 rows of up to 1,024 channels. Here a program holds the sums of
+its rows, and their queries, in registers, for one token or a few. It reads each state once for each
+of its rows, from DRAM the first time and then from the L1 cache. Programs that hold further rows of
+the same tokens run side by side, and read the state from the L2 cache. In attend_pull the program
+holds states and reads rows. All products use FMA, for each channel of a pair of row and state two
+in attend_rows and four in attend_pull, which takes longer than the reads from DRAM.
 
 attend_pull also stores ds of each token, row and state, in fp32. A second kernel multiplies these
 with the states, for dq; it reads the states once more.

@@ -21,7 +21,7 @@ only the launch, test or section that it happened in. The exit status is 0 only 
 Needs pytest and pytest-xdist.
 
 ``--dry-run`` runs every stage on the CPU at toy sizes, with Triton's interpreter and the emulator
-of the CUDA kernels, all in one process: less than a minute.
+of the CUDA kernels, all in one process: about a minute.
 """
 
 import argparse
@@ -87,7 +87,6 @@ class Stage:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
                 env=environment | {plugin.STAGE: self.name}, process_group=0,
-                preexec_fn=machine.end_with_parent,
             )  # fmt: skip
             try:
                 process.wait(seconds)
@@ -146,7 +145,7 @@ def selfcheck(stage: Stage) -> None:
         return
     start = time.perf_counter()
     command = [sys.executable, "-m", "deepfast", "selfcheck"]
-    status, out, err = stage.start(command)
+    status, out, err = stage.start(command, DEEPFAST_SELFCHECK="first-use")
     found = {"status": f"exit status {status}", "lines": out.splitlines(), "said": err[-4000:],
              "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
     stage.run.write("selfcheck", **found)
@@ -158,9 +157,8 @@ def selfcheck(stage: Stage) -> None:
 def measure(stage: Stage) -> None:
     """The stage's sections of benchmarks, one after another in one process; a new one after a
     crash."""
-    names = sections.STAGES[stage.name]
-    if stage.options.sections:
-        names = tuple(name for name in names if name in stage.options.sections)
+    asked = stage.options.sections or sections.SECTIONS
+    names = [name for name in sections.STAGES[stage.name] if name in asked]
     stage.pytest([f"bench/gpu/sections.py::test_section[{name}]" for name in names], 1)
 
 
@@ -246,15 +244,24 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m bench.gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--stage", nargs="+", choices=STAGES, help="default: all")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
     parser.add_argument("--output", type=Path, help="folder of the results")
     parser.add_argument("--copies", type=Path, help="a second folder that gets the results")
     parser.add_argument("--minutes", type=float, help="limit of each stage, in place of its own")
     parser.add_argument("--again", action="store_true", help="also what passed or was measured")
-    parser.add_argument("--sections", nargs="*", choices=sections.SECTIONS, help="only these")
-    parser.add_argument("--tests", nargs="*", help="files of tests")
-    return parser.parse_args(argv)
+    names = ", ".join(sections.SECTIONS)
+    parser.add_argument("--sections", nargs="+", choices=sections.SECTIONS, metavar="SECTION",
+                        help=f"only these of the stages: {names}")  # fmt: skip
+    parser.add_argument("--tests", nargs="+", help="files of tests")
+    args = parser.parse_args(argv)
+    asked = {*(args.sections or ())}
+    holding = [name for name, found in sections.STAGES.items() if asked & found.keys()]
+    args.stage = args.stage or holding or list(STAGES)
+    if args.sections and not {*args.stage} <= {*holding}:
+        of, got = ", ".join(holding), " ".join(args.stage)
+        parser.error(f"--sections: these are of {of}, got --stage {got}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from bench import record
+from deepfast.depth.attention_residuals import AttentionPass
+from deepfast.depth.dlcl import ConstantPass
 from deepfast.depth.schedule import default_block, depth_pattern
 from deepfast.files import write_atomically
 from deepfast.measure.traffic import engine_moved
 
 FORMS = {"dlcl": 1, "attnres": 2}
 """Connection -> reads of a layer."""
+PULLED = {"dlcl": ConstantPass.pulled, "attnres": AttentionPass.pulled}
 PUSHES = {"dlcl": "dlcl", "attnres": "attention_residuals"}
 """Connection -> the key of its push in results.csv."""
-SHARES = {"dlcl": (0.75, 1.0), "attnres": (0.7, 0.25)}
-"""How near far passes come to a copy on an H100, by bench/results/limits.md: those over states, and
-those over gradients."""
 HOST = "Intel, AMX"
 """The processor whose host times the tables take."""
 
@@ -43,9 +45,20 @@ class Chip:
     """The same in attention, for heads of 64."""
     gap: float = 1.5e-6
     """Seconds from one kernel of a CUDA graph to the next, with the start and end of both."""
+    dlcl: tuple[float, float] = (0.75, 1.0)
+    attnres: tuple[float, float] = (0.7, 0.25)
+    """How near passes over far states come to a copy, by bench/results/limits.md at D=512: those
+    over states, and those over gradients."""
 
 
-H100, H200 = Chip("H100", 3.0e12), Chip("H200", 4.3e12)
+H100 = Chip("H100", 3.0e12)
+H200 = Chip("H200", 4.3e12, dlcl=(0.52, 0.75), attnres=(0.5, 0.18))
+
+
+def chip(device: str) -> Chip | None:
+    """The chip of the current GPU; None for another one, or a CPU."""
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    return next((chip for chip in (H100, H200) if chip.name in name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +92,10 @@ FAST_ATTNRES = Model(
 """The model of docs/current_24l_results.md in github.com/jon123boss/fast-attnres; 16 heads."""
 
 
+KERNELS = 40
+"""Of a layer, forward and backward, with fused norms and activations."""
+
+
 def layers(model: Model, chip: Chip) -> dict[str, float]:
     """Seconds of everything but the connection, by part."""
     T, D, F = model.tokens, model.dim, model.ffn
@@ -100,6 +117,7 @@ def layers(model: Model, chip: Chip) -> dict[str, float]:
         "loss": 24 * T * model.vocabulary / chip.copy,
         # Parameter, gradient and two moments are read; all but the gradient written; zeros.
         "AdamW and zero_grad": (28 + 4) * weights / chip.copy,
+        "gaps between kernels": KERNELS * model.layers * chip.gap,
     }
 
 
@@ -111,11 +129,11 @@ def far_passes(rows: int, block: int) -> int:
     return -(-rows // block) - 1
 
 
-def moved(form: str, rows: int, block: int, dim: int) -> float:
+def moved(form: str, rows: int, block: int, dim: int, chip: Chip) -> float:
     """States that our kernels read and write in one step. What a far pass moves counts as the
     states that a copy moves in the pass's time."""
     states: float = engine_moved(depth_pattern(rows, None, 1, 1), block=block)
-    share_of_rows, share_of_pull = SHARES[form]
+    share_of_rows, share_of_pull = getattr(chip, form)
     for start in range(0, rows, block):
         end = min(start + block, rows)
         count = end - start
@@ -123,6 +141,9 @@ def moved(form: str, rows: int, block: int, dim: int) -> float:
         # its states, and writes sums.
         states += 2 * (start + count) * (start > 0) * (1 / share_of_rows - 1)
         states += (rows - end + 2 * count) * (end < rows) * (1 / share_of_pull - 1)
+        # A pull for more states than a launch takes reads the far gradients again.
+        again = -(-count // PULLED[form]) - 1
+        states += again * (rows - end) * (end < rows) / share_of_pull
     if form == "attnres":
         # For the gradient of the queries each pull stores a number for each token, row and state,
         # reads it, and reads its states again.
@@ -148,9 +169,11 @@ def connection(model: Model, chip: Chip, rows: int, form: str, block: int | None
     form: "dlcl" or "attnres", by our kernels; "per read": attention residuals with a kernel each.
     """
     if form == "per read":
-        return (per_read(rows) - plain_sums(model)) * model.state / chip.copy
-    block = block or default_block(rows, "cuda")
-    states = moved(form, rows, block, model.dim) - plain_sums(model)
+        states = per_read(rows) - plain_sums(model)
+        # A read each way, the gradient of its query, and autograd's additions of gradients.
+        return states * model.state / chip.copy + (3 * rows + rows * rows / 2) * chip.gap
+    block = block or default_block(rows, "cuda", PULLED[form])
+    states = moved(form, rows, block, model.dim, chip) - plain_sums(model)
     # Of a push a kernel each way and the sums of partial gradients; of far rows two forward passes,
     # the pull and its sums. The gradient of the queries takes one kernel more in each.
     more = form == "attnres"
@@ -189,21 +212,24 @@ class Host:
 
 TEXTS = {
     "Counted, not measured: steps on a GPU": """\
-`python -m bench.gpu.count --write bench/results/count.md`. No GPU was asked. Assumed of an H100: a
-copy moves 3.0 TB/s (bytes read plus written), bf16 products reach 600 TFLOP/s, attention 300, a
-kernel of a CUDA graph starts 1.5 us after the one before it. Passes over far states reach the share
-of a copy that `limits.md` counts for them: DLCL 0.75 and 1.0, attention residuals 0.7 in forward
-and 0.25 in backward; all other kernels that of a copy. Host times are those of `python -m bench.launch_overhead` (HOST):
-lower bounds, without the driver and torch's allocator.""",
+`python -m bench.gpu.count --write bench/results/count.md`. Nothing was run on a GPU. Assumed of an
+H100: a copy moves 3.0 TB/s (bytes read plus written), bf16 products reach 600 TFLOP/s, attention
+300, a kernel of a CUDA graph starts 1.5 us after the one before it. Passes over far states reach
+the share of a copy that `limits.md` counts for them at D=512: DLCL 0.75 and 1.0, attention
+residuals 0.7 in forward and 0.25 in backward (H200: 0.52, 0.75, 0.5, 0.18); all other kernels reach
+a copy. Host times are those of `python -m bench.launch_overhead` (HOST): lower bounds, without the
+driver and torch's allocator.""",
     "The published step of Fast-AttnRes": """\
-24 layers, D=1024, SwiGLU of 2,816, 2 x 1,024 tokens, V=32,768, each of 48 sublayers and the head
-read all sources; one CUDA graph of zero_grad, forward, loss, backward and AdamW. Published for an
-H100: 28.4 ms, and 29.97 with the kernels of fla. `make gpu STAGE=workload` measures it.""",
+24 layers, D=1024, SwiGLU of 2,816, 2 x 1,024 tokens, V=32,768, 48 reads of all sources below; one
+CUDA graph of zero_grad, forward, loss, backward and AdamW, the model compiled. Published for an
+H100: 28.2 ms, and 29.95 with the kernels of fla. Both have a kernel for each read, so the count
+below for that form shows how near it comes. `make gpu STAGE=workload` measures the step.""",
     "Rows of a block": """\
-Time of the connection alone for other blocks than the one chosen, over that one's: in a CUDA graph,
-and eager where the launches of far rows are waited for. `deepfast.depth.schedule.default_block`
-counts states alone, for every T and D.""",
-    "From where on a step waits for the host": """\
+Time of the connection alone for other blocks than the one chosen, over that one's; below 1 the
+other one is faster. Each cell has two numbers: in a CUDA graph, and in eager code where the GPU
+waits for the launches of far rows. `deepfast.depth.schedule.default_block` counts states, for every
+T and D: a larger block also holds two more states for each of its rows.""",
+    "When a step waits for the host": """\
 Milliseconds of one step in eager code, F = 4 D, sentences of 128: the host's time for the layers
 (of plain torch) and for the connection, and what the GPU needs for both. A CUDA graph takes the
 host's part away. *Before*: with the measured ratio of a push whose launches went through Triton's
@@ -225,7 +251,7 @@ def _table(head: str, rows: list[list]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
+    return f"{seconds * 1e3:.1f}"
 
 
 def workload_table() -> list[str]:
@@ -243,7 +269,7 @@ def workload_table() -> list[str]:
 
 def mixing(form: str, rows: int, block: int, T: int, D: int, gap: float) -> float:
     """Seconds of the connection alone, with ``gap`` for the launches of a block's far rows."""
-    seconds = moved(form, rows, block, D) * 2 * T * D / H100.copy
+    seconds = moved(form, rows, block, D, H100) * 2 * T * D / H100.copy
     return seconds + far_passes(rows, block) * gap
 
 
@@ -251,7 +277,7 @@ def block_table() -> list[str]:
     host, rows, sizes = Host(), [], ((2048, 1024), (8192, 512), (8192, 1024))
     for form, depth, (T, D) in product(FORMS, (12, 24, 48, 96), sizes):
         count = FORMS[form] * depth + 1
-        chosen = default_block(count, "cuda")
+        chosen = default_block(count, "cuda", PULLED[form])
         cells = [form, depth, T, D, chosen]
         for block in (4, 8, 16):
             times = [
@@ -260,7 +286,9 @@ def block_table() -> list[str]:
             ]
             cells.append(", ".join(f"{time:.2f}" for time in times))
         rows.append(cells)
-    head = "connection | layers | T | D | chosen | 4 rows: graph, eager | 8 rows | 16 rows"
+    head = "connection | layers | T | D | chosen | " + " | ".join(
+        f"{block} rows: graph, eager" for block in (4, 8, 16)
+    )
     return _titled(2) + _table(head, rows)
 
 
@@ -269,10 +297,10 @@ def host_table() -> list[str]:
     for form, depth, (T, D) in product(FORMS, (24, 48), sizes):
         count = FORMS[form] * depth + 1
         model = Model(layers=depth, dim=D, ffn=4 * D, batch=T // 128, length=128)
-        block = default_block(count, "cuda")
+        block = default_block(count, "cuda", PULLED[form])
         theirs, ours = host.layers(depth), host.connection(form, count, block)
         kernels = sum(layers(model, H100).values())
-        states = moved(form, count, block, D) * model.state / H100.copy
+        states = moved(form, count, block, D, H100) * model.state / H100.copy
         times = theirs, ours * host.us[f"before_{PUSHES[form]}"], ours, kernels, states
         waits = "host" if theirs + ours > kernels + states else "GPU"
         rows.append([form, depth, T, D, *map(_ms, times), waits])

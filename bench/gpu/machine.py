@@ -91,7 +91,7 @@ def tool(name: str) -> str | None:
 
 
 def end_with_parent() -> None:
-    """Makes Linux end this process when its parent ends, also by a signal."""
+    """Makes Linux end this process when the thread that started it ends, also by a signal."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

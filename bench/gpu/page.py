@@ -1,5 +1,6 @@
 """The results of `bench.gpu` as a page of Markdown, and in short for the terminal."""
 
+import re
 from collections import Counter
 
 from bench.gpu.results import Run
@@ -13,6 +14,13 @@ def _table(head: list[str], rows: list[list]) -> list[str]:
     return ["| " + " | ".join(map(cell, line)) + " |" for line in lines] + [""] * bool(rows)
 
 
+def _reason(item: dict) -> str:
+    """The last line of what pytest said; of a skipped item the reason alone."""
+    text = (item["text"].strip().splitlines() or [""])[-1][:300]
+    found = re.search(r"Skipped: ([^'\"]*)", text)
+    return found[1] if found else text
+
+
 def _items(run: Run) -> list[str]:
     """For each stage how many items passed, and what failed or was skipped."""
     last = {(x["stage"], x["item"]): x for x in run.lines("item")}
@@ -22,10 +30,10 @@ def _items(run: Run) -> list[str]:
         counts = Counter(x["outcome"] for x in found.values())
         said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
         lines += [f"## {stage}", "", f"{len(found)} items: {said}.", ""]
-        for item, x in found.items():
-            if x["outcome"] != "passed":
-                text = (x["text"].strip().splitlines() or [""])[-1][:300]
-                lines.append(f"- {x['outcome']}: `{item}`: {text}")
+        skipped = Counter(_reason(x) for x in found.values() if x["outcome"] == "skipped")
+        lines += [f"- {number} skipped: {reason}" for reason, number in skipped.items()]
+        lines += [f"- failed: `{item}`: {_reason(x)}" for item, x in found.items()
+                  if x["outcome"] == "failed"]  # fmt: skip
         lines += [""]
     return lines
 
@@ -71,6 +79,9 @@ def _curves(run: Run) -> list[str]:
 
 
 def _targets(run: Run) -> list[str]:
+    """Those of a dry run mean nothing."""
+    if run.dry:
+        return []
     last = {x["what"]: x for x in run.lines("target")}
     rows = [
         [what, x["target"], "not measured" if x["value"] is None else x["value"],

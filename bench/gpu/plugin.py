@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.gpu.clock import Bench
-from bench.gpu.machine import emulate_cuda
+from bench.gpu.machine import emulate_cuda, end_with_parent
 from bench.gpu.results import Run
 
 STAGE = "DEEPFAST_GPU_STAGE"
@@ -36,6 +36,8 @@ def bench(run, request) -> Bench:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "room: needs much memory, so it runs alone")
+    if not Run.current().dry:
+        end_with_parent()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Writer(Run.current(), os.environ[STAGE]))
 

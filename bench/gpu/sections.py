@@ -11,7 +11,7 @@ STAGES = {
         "mixing": models.mixing, "attention": ops.attention,
         "linear_cross_entropy": ops.linear_cross_entropy,
     },
-    "workload": {"workload": workload.workload},
+    "workload": {"workload": workload.workload, "workload compiled": workload.compiled},
     "curves": {"curves": workload.curves},
     "sweeps": {"training": models.training}
     | {f"sweep of {name}": run for name, run in sweep.SWEEPS.items()},

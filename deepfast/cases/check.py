@@ -108,18 +108,22 @@ def in_turns(
     variants: dict[str, Callable[[], object]], device: Device, begin: Callable[[str], None],
     rounds: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Median seconds of variants that take turns, on a GPU of the CUDA graph of each; of the
-    variant itself where it cannot be captured."""
+    """Median seconds of variants that take turns, on a GPU of the CUDA graph of each; where one
+    cannot be captured, all run eager."""
     on_gpu = torch.device(device).type == "cuda"
     stream = torch.cuda.Stream(device) if on_gpu else None
+    if stream is not None:
+        # It made the operands.
+        stream.wait_stream(torch.cuda.current_stream(device))
     # Backward runs on the stream of its forward, and the default stream cannot be captured.
     with torch.cuda.stream(stream):
         for name, run in variants.items():
             begin(name)
             run()
-            if stream is not None:
-                run()
-                with contextlib.suppress(RuntimeError):
-                    variants = variants | {name: captured(run, stream)}
+        if stream is not None:
+            try:
+                variants = {name: captured(run, stream) for name, run in variants.items()}
+            except RuntimeError:
+                torch.cuda.synchronize()
         found = take_turns(variants, rounds=rounds, warmup=int(on_gpu), clock=clock_of(device))
     return {name: statistics.median(times) for name, times in found.items()}

@@ -18,6 +18,7 @@ CONNECTIONS = ("residual", "dlcl", "attnres")
 def seconds(device: Device, begin: Callable[[str], None], rounds: int) -> dict[str, float]:
     """Median seconds of forward and backward of a pre-norm encoder under bf16 autocast, by its
     connection. Every op takes the backend that it has by default."""
+    begin(CONNECTIONS[0])
     layers, T, D, length = SIZES[torch.device(device).type]
     x, target = torch.randn(2, T, D, device=device)
     packing = Packing(T // length, length)

@@ -27,7 +27,7 @@ class AttentionPass(DepthPass):
     Its parameters are q (L+1, D), and b (L+1, L+1) or None.
     """
 
-    op = "attention_boundary"
+    op, pulled = "attention_boundary", 16
 
     def begin(self, tokens: int) -> None:
         self.query, self.bias = self.parameters

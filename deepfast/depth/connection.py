@@ -206,7 +206,7 @@ class DepthConnection(nn.Module):
 
         begun, sums: what rows begin with in a stage of a pipeline, and its tensors with gradient.
         """
-        block = history.block or default_block(self.rows, y.device.type)
+        block = history.block or default_block(self.rows, y.device.type, self.pass_kind.pulled)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
         parameters = history.parameters or self.pass_parameters()

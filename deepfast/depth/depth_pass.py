@@ -43,6 +43,8 @@ class DepthPass:
     """
 
     op: str
+    pulled = 8
+    """States for which a launch on a GPU reads the far gradients."""
     """The name of its launches in `deepfast.backend`."""
     stats: Tensor | None = None
     """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and

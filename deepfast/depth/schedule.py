@@ -54,23 +54,26 @@ FAR_PASS = 4
 moves in that time: about 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, D = 1024."""
 
 
-def default_block(rows: int, device_type: str = "cpu") -> int:
+def default_block(rows: int, device_type: str = "cpu", pulled: int = 8) -> int:
     """Rows per block.
 
     On a CPU it was chosen by measurement: memory traffic falls until a block has about sqrt(rows)
     rows, but a pass for more than 8 rows is limited by arithmetic there. Elsewhere it is chosen by
-    count: the fewest states that a step moves, with `FAR_PASS` for each launch over far states,
-    which takes up to 16 rows (bench/results/count.md). Up to 8 rows make one block: a far pass
-    would cost more than it saves.
+    count: the fewest states that a step moves, with `FAR_PASS` for each launch over far states
+    (bench/results/count.md). Up to 8 rows make one block: a far pass would cost more than it saves.
+
+    Args:
+        pulled: states for which one launch reads the far gradients, see `DepthPass.pulled`. A
+            launch over far states serves 16 rows.
     """
     if rows <= 8:
         return rows
     if device_type == "cpu":
         return 4 if rows <= 32 else 8
-    return min(range(4, 17), key=lambda block: block_cost(rows, block))
+    return min(range(4, 17), key=lambda block: block_cost(rows, block, pulled))
 
 
-def block_cost(rows: int, block: int) -> float:
+def block_cost(rows: int, block: int, pulled: int) -> float:
     """What depends on the block: states that a step reads and writes, where each row reads all
     states below it, and `FAR_PASS` for each launch over far states."""
     cost = 0.0
@@ -82,7 +85,8 @@ def block_cost(rows: int, block: int) -> float:
         # Forward and recompute read the far states, write their sums and read them.
         cost += 2 * (start + 2 * count + FAR_PASS) * (start > 0)
         # The pull reads the far gradients and its states, writes sums, and the boundary reads them.
-        cost += (rows - end + 3 * count + FAR_PASS) * (end < rows)
+        launches = -(-count // pulled)
+        cost += (launches * (rows - end + FAR_PASS) + 3 * count) * (end < rows)
     return cost
 
 

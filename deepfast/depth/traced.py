@@ -35,7 +35,8 @@ def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
 def _mixed(connection, history, k: int) -> Tensor:
     """Row k, from its partial sum, where its block has some, and the states of the block."""
     states, weights = history.traced, history.parameters[0]
-    block = history.block or default_block(connection.rows, states[k].device.type)
+    pulled = connection.pass_kind.pulled
+    block = history.block or default_block(connection.rows, states[k].device.type, pulled)
     start = k - k % block
     rows = range(start, min(start + block, connection.rows))
     if k == start:

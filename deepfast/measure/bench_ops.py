@@ -116,7 +116,8 @@ def connection(
 
     op = "boundary" if isinstance(module, DLCL) else "attention_boundary"
     # Of both directions together.
-    moved = engine_moved(depth_pattern(s.layers + 1, None, 1, 1)) * s.tokens * s.dim
+    pattern, kind = depth_pattern(s.layers + 1, None, 1, 1), torch.device(s.device).type
+    moved = engine_moved(pattern, device_type=kind) * s.tokens * s.dim
     return Case(
         name="connection", op=op, operands={"y": s.rows.random()} | given,
         run=run, plain=run_plain,

@@ -68,6 +68,7 @@ def engine_moved(
     pattern: tuple[tuple[int, ...], ...],
     running: tuple[bool, ...] | None = None,
     block: int | None = None,
+    device_type: str = "cpu",
 ) -> int:
     """States that deepfast's engine reads and writes in forward and backward of one pass.
 
@@ -76,10 +77,10 @@ def engine_moved(
     Args:
         pattern: pattern[l]: the states that row l reads, its own among them.
         running: running[k]: whether state k is what is pushed plus state k - 1; None: no state is.
-        block: rows per block; None for the default.
+        block: rows per block; None for the default on a device of ``device_type``.
     """
     rows = len(pattern)
-    schedule = Schedule(pattern, block or default_block(rows))
+    schedule = Schedule(pattern, block or default_block(rows, device_type))
     far = [
         schedule.far_readers(start, end, tuple(range(end, rows)))
         for start, end in schedule.blocks

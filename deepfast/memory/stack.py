@@ -110,7 +110,7 @@ class Stack:
         kind = sizes.kind(decoder)
         self.mixes, self.attends = kind in MIXING, kind in ATTENTION_RESIDUALS
         self.running = kind == "block_attnres"
-        self.block = default_block(self.rows, sizes.device)
+        self.block = default_block(self.rows, sizes.device, 16 if self.attends else 8)
         self.last_block = self.block * ((self.rows - 1) // self.block)
         self.slot = slot_bytes(self.tokens, sizes.dim, sizes.dtype)
         self.state = self.tokens * sizes.dim * sizes.bytes

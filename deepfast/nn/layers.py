@@ -51,8 +51,10 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        halves = self.up.weight.chunk(2) if self.activation == "swiglu" else [self.up.weight]
+        for weight in (*halves, self.down.weight):
+            nn.init.xavier_uniform_(weight)
         for linear in (self.up, self.down):
-            nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
@@ -185,7 +187,9 @@ class _Layer(nn.Module):
         """
         for attention in self._attentions():
             attention._scale_values(beta)
-        self.feed_forward.up.weight.mul_(beta)
+        # Of a gated block the half that its gate multiplies, so that the branch begins with beta^2.
+        gated = self.feed_forward.activation == "swiglu"
+        self.feed_forward.up.weight.chunk(1 + gated)[-1].mul_(beta)
         self._scale_outputs(beta)
         for norm in self.modules():
             if isinstance(norm, LayerNorm | RMSNorm):
@@ -325,8 +329,9 @@ class TransformerEncoderLayer(_Layer):
         dropout: on each branch before its residual add.
         attention_dropout: on attention weights.
         activation_dropout: after the activation.
-        activation: "relu", "gelu" or "swiglu": ``silu(g) * u`` of the two halves of a first product
-            of 2 F channels, in torch's ops (Shazeer 2020).
+        activation: "relu", "gelu" or "swiglu" (Shazeer 2020): ``silu(g) * u``, in torch's ops. The
+            first product has 2 F channels, g before u, so ``feed_forward.up`` is a Llama's
+            gate_proj and up_proj one after the other.
         first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
         later_norms: False where the stack owns the other pre-norm LNs too, and calls the layer
             part by part.

@@ -18,6 +18,7 @@ from deepfast.nn.layers import FeedForward, TransformerDecoderLayer
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import plain
 from deepfast.ops import common
+from deepfast.ops.activation import KINDS
 from deepfast.ops.decoding import cached_attention
 
 
@@ -40,6 +41,8 @@ def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
             return False
         if getattr(module, "backend", None) not in (None, "cpu"):
             return False
+    if layer.feed_forward.activation not in KINDS:
+        return False
     used = all(p.dtype == x.dtype and p.device == x.device for p in layer.parameters())
     return used and not layer.training and not layer.drops_input
 

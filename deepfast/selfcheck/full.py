@@ -171,7 +171,11 @@ def check(
             say(f"{' '.join(k)}: right on {store.full[k]}; --again checks it again")
     say(f"{device}: kernels to check, by op, backend and dtype: {len(kernels)}")
     if any(op in ("boundary", "attention_boundary") for op, _, _ in kernels):
-        _time_steps(start(shared | {"op": STEP, "by": ["deepfast"], "dtype": "bfloat16"}), say)
+        try:
+            timed = start(shared | {"op": STEP, "by": ["deepfast"], "dtype": "bfloat16"})
+        except RuntimeError as error:
+            timed = {"error": str(error).removeprefix(f"{STEP}: ")}
+        fine &= _time_steps(timed, say)
     pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, PROCESSES)))
     try:
         jobs = {
@@ -208,15 +212,17 @@ def check(
     return fine
 
 
-def _time_steps(result: dict, say: Callable[[str], None]) -> None:
+def _time_steps(result: dict, say: Callable[[str], None]) -> bool:
     """Says what a training step with a depth connection takes over one without, alone on the
-    device: the first that most users want to know. Kernels get their quick check in it."""
+    device: the first that most users want to know. Kernels get their quick check in it. Returns
+    whether it ran, or memory ran out."""
     if result["error"] is not None:
         say(f"{STEP}: {result['error']}")
-        return
+        return bool(result.get("memory"))
     plain = result["seconds"].pop("residual")
     ratios = ", ".join(f"{name} {each / plain:.3f}" for name, each in result["seconds"].items())
     say(f"{STEP}, bf16, over the plain residual's {plain * 1e3:.1f} ms: {ratios}")
+    return True
 
 
 def _keep(store: Store, op: str, by: str, dtype: str, result: dict, say) -> None:

@@ -21,10 +21,11 @@ def test_a_gpus_block_moves_the_fewest_states(monkeypatch):
     for rows in (9, 25, 60):
         pattern = depth_pattern(rows, None, 1, 1)
         moved = {block: engine_moved(pattern, block=block) for block in range(2, 18)}
-        same = {count - block_cost(rows, block) for block, count in moved.items()}
+        same = {count - block_cost(rows, block, 64) for block, count in moved.items()}
         assert same == {7 * rows}
     monkeypatch.undo()
-    assert [default_block(rows, "cuda") for rows in (8, 13, 25, 49, 97)] == [8, 7, 5, 7, 11]
+    for pulled, chosen in ((8, [8, 7, 5, 7, 7]), (16, [8, 7, 5, 7, 11])):
+        assert [default_block(n, "cuda", pulled) for n in (8, 13, 25, 49, 97)] == chosen
 
 
 def test_near_rows_partition_the_rows():

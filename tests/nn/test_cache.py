@@ -11,14 +11,16 @@ PADDING = torch.arange(LENGTH) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("way", ["steps", "modules", "torch"])
+@pytest.mark.parametrize("way", ["steps", "modules", "torch", "swiglu"])
 def test_any_choice_of_hypotheses(way, norm, window):
-    """By the steps of layers; by their modules, which a hook asks for; by torch's attention."""
+    """By the steps of layers; by their modules, which a hook or an activation of torch's ops asks
+    for; by torch's attention."""
     torch.manual_seed(0)
     backend = "reference" if way == "torch" else None
     decoder = TransformerDecoder(
-        2, DIM, HEADS, FFN, norm=norm, window=window, backend=backend
-    ).eval()
+        2, DIM, HEADS, FFN, norm=norm, window=window, backend=backend,
+        activation="swiglu" if way == "swiglu" else "relu",
+    ).eval()  # fmt: skip
     calls = []
     if way == "modules":
         for layer in decoder.layers:
