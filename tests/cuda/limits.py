@@ -60,6 +60,11 @@ loop as often as it runs:
   that the compiler wrote into each instruction, with {latency} cycles for a load of device memory;
 - *shared*: the cycles in which shared memory is busy.
 
+A case says how many states (K) a pass reads for how many rows (B), or for how many states (J) it
+pulls the gradients of L rows; of a boundary K near states and P pulled gradients. *warps* are those
+of a multiprocessor, *in flight* the bytes that they wait for at once, *limit* what decides the
+fraction on an H200.
+
 Left out: what a block does once, and code that aligned rows of one warp never reach: barriers
 between the warps of a row, accesses of single 16-bit values, slow paths of divisions. The bulk
 copies of mix_rows and pull_rows are issued by one of a block's eight warps in turn, and count as an

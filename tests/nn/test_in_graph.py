@@ -262,3 +262,24 @@ def test_any_number_of_tokens(connection):
             for out in (compiled(x), model(x))
         )
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("connection", KINDS)
+def test_a_graph_for_cuda_graphs_reads_nothing_back(connection):
+    """``mode="reduce-overhead"`` records what runs between two steps of Python: the code must not
+    wait for a value, and a second step must not compile again."""
+    torch.manual_seed(0)
+    encoder = TransformerEncoder(2, DIM, 2, DIM, connection=connection, dropout=0.1)
+    compiled = torch.compile(encoder, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(2, TOKENS // 2, DIM)
+
+    def step():
+        compiled(x).square().mean().backward()
+
+    _, codes = run_and_get_code(step)
+    assert len(codes) == 2  # forward and backward
+    for code in codes:
+        assert "torch.ops.deepfast" in code
+        assert not re.search(r"\.item\(|\.tolist\(|_local_scalar_dense|\.cpu\(", code)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        step()
