@@ -21,7 +21,7 @@
 
 namespace deepfast {
 
-constexpr int kDotRows = 16, kDotTokens = 4, kDotStages = 4;
+constexpr int kDotRows = 16, kDotTokens = 4, kDotStages = 3;
 
 #if defined(DEEPFAST_EMULATE) || defined(__CUDACC__)
 

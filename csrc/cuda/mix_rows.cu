@@ -162,18 +162,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   mix_dot<T, kRows, kAffine>(op);
 }
 
-// Launches for at most `most` states each, with bytes(states) of shared memory.
+// Shared memory that CUDA takes for each block; a multiprocessor has that much more than it gives.
+constexpr int64_t kReserved = 1 << 10;
+
+// Launches for at most `most` states each, with bytes(states) of shared memory. `two`: whether a
+// multiprocessor has the registers for two blocks.
 template <class T, class Bytes>
 void launch_mix(void (*kernel)(Mix<T>), const Device& device, Mix<T>& op, const Indices& sources,
-                bool accumulate, size_t most, const Bytes& bytes) {
+                bool accumulate, size_t most, const Bytes& bytes, bool two = false) {
   size_t k = 0;
   do {
     op.accumulate = accumulate || k > 0;
     op.from.count = static_cast<int>(std::min(most, static_cast<size_t>(sources.count) - k));
     for (int i = 0; i < op.from.count; ++i) op.from.slot[i] = static_cast<int32_t>(sources[k + i]);
     k += op.from.count;
-    launch(kernel, {stream_blocks(device, op.from), kThreads, bytes(op.from.count)},
-           device.stream(), op);
+    const int64_t shared = bytes(op.from.count);
+    const int resident = two && 2 * (shared + kReserved) <= device.shared() + kReserved ? 2 : 1;
+    launch(kernel, {stream_blocks(device, op.from, resident), kThreads, shared}, device.stream(),
+           op);
   } while (k < static_cast<size_t>(sources.count));
 }
 
@@ -196,7 +202,7 @@ void launch_dot(const Device& device, Mix<T>& op, const Indices& sources, bool a
   const size_t most = std::min<size_t>(Stream<T>::kMost, groups * kDotRows);
   launch_mix(op.norm_weight != nullptr ? mix_rows_dot_kernel<T, kRows, true>
                                        : mix_rows_dot_kernel<T, kRows, false>,
-             device, op, sources, accumulate, most, At::bytes);
+             device, op, sources, accumulate, most, At::bytes, true);
 }
 
 void mix_rows(const MixRows& a, const Tensor& like) {

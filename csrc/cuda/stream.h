@@ -269,9 +269,9 @@ Stream<T> stream_of(const Slots& states, int64_t tokens, int64_t dim, int lines,
 // The number of blocks, equally many for each slice: as many as run at once, and no more than
 // needed for the same number of rounds.
 template <class T>
-int64_t stream_blocks(const Device& device, const Stream<T>& op) {
+int64_t stream_blocks(const Device& device, const Stream<T>& op, int resident = 1) {
   const int64_t tiles = (op.tokens + op.tile_tokens - 1) / op.tile_tokens;
-  const int64_t at_once = device.blocks(int64_t{1} << 40, 1) / op.slices;
+  const int64_t at_once = device.blocks(int64_t{1} << 40, resident) / op.slices;
   const int64_t rounds = at_once == 0 ? tiles : (tiles + at_once - 1) / at_once;
   return tiles == 0 ? 0 : (tiles + rounds - 1) / rounds * op.slices;
 }
