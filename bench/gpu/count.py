@@ -216,8 +216,9 @@ TEXTS = {
 H100: a copy moves 3.0 TB/s (bytes read plus written), bf16 products reach 600 TFLOP/s, attention
 300, a kernel of a CUDA graph starts 1.5 us after the one before it. Passes over far states reach
 the share of a copy that `limits.md` counts for them at D=512: DLCL 0.9 and 1.0, attention residuals
-0.7 in forward and 0.25 in backward (H200: 0.7, 0.75, 0.5, 0.18); all other kernels reach a copy. Host times are those of `python -m bench.launch_overhead` (HOST): lower bounds, without the
-driver and torch's allocator.""",
+0.7 in forward and 0.25 in backward (H200: 0.7, 0.75, 0.5, 0.18); all other kernels reach a copy.
+Host times are those of `python -m bench.launch_overhead` (HOST): lower bounds, without the driver
+and torch's allocator.""",
     "The published step of Fast-AttnRes": """\
 24 layers, D=1024, SwiGLU of 2,816, 2 x 1,024 tokens, V=32,768, 48 reads of all sources below; one
 CUDA graph of zero_grad, forward, loss, backward and AdamW, the model compiled. Published for an
