@@ -17,7 +17,7 @@ def _table(head: list[str], rows: list[list]) -> list[str]:
 def _reason(item: dict) -> str:
     """The last line of what pytest said; of a skipped item the reason alone."""
     text = (item["text"].strip().splitlines() or [""])[-1][:300]
-    found = re.search(r"Skipped: ([^'\"]*)", text)
+    found = re.search(r"Skipped: (.*?)['\"]?\)?$", text)
     return found[1] if found else text
 
 
