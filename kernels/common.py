@@ -52,22 +52,17 @@ def row_tile(D: int, itemsize: int, *, per_thread: int, num_warps: int) -> RowTi
 
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors; under the interpreter, a number for tests."""
-    return 2 if device.type != "cuda" else _multiprocessors(device.index)
+    return 2 if device.type != "cuda" else _properties(device.index).multi_processor_count
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; under the interpreter those of an H100."""
-    return 227 << 10 if device.type != "cuda" else _shared_memory(device.index)
+    if device.type != "cuda":
+        return 227 << 10
+    return _properties(device.index).shared_memory_per_block_optin
 
 
-@functools.cache
-def _shared_memory(device: int) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:

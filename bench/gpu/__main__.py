@@ -78,10 +78,10 @@ class Stage:
         self.end = time.perf_counter() + 60 * minutes * (DRY_PATIENCE if run.dry else 1)
         self.problems: list[str] = []
 
-    def start(self, command: list[str], seconds: float = 1e9, **more: str) -> tuple[int, str, str]:
+    def start(self, command: list[str], **more: str) -> tuple[int, str, str]:
         """The exit status of a command, what it printed, and its errors. A command that does not
         end in time is ended with the processes that it started, and has the status -9."""
-        seconds = min(seconds, max(1.0, self.end - time.perf_counter()))
+        seconds = max(1.0, self.end - time.perf_counter())
         environment = machine.child_environment() | self.run.variable() | more
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(

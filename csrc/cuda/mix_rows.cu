@@ -162,9 +162,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   mix_dot<T, kRows, kAffine>(op);
 }
 
-// Shared memory that CUDA takes for each block; a multiprocessor has that much more than it gives.
-constexpr int64_t kReserved = 1 << 10;
-
 // Launches for at most `most` states each, with bytes(states) of shared memory. `two`: whether a
 // multiprocessor has the registers for two blocks.
 template <class T, class Bytes>
@@ -177,7 +174,7 @@ void launch_mix(void (*kernel)(Mix<T>), const Device& device, Mix<T>& op, const 
     for (int i = 0; i < op.from.count; ++i) op.from.slot[i] = static_cast<int32_t>(sources[k + i]);
     k += op.from.count;
     const int64_t shared = bytes(op.from.count);
-    const int resident = two && 2 * (shared + kReserved) <= device.shared() + kReserved ? 2 : 1;
+    const int resident = two && 2 * shared <= device.shared() ? 2 : 1;
     launch(kernel, {stream_blocks(device, op.from, resident), kThreads, shared}, device.stream(),
            op);
   } while (k < static_cast<size_t>(sources.count));

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from deepfast import backend as backends
 from deepfast.dtypes import compute_dtype
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
+from deepfast.nn.feed_forward import FeedForward
 from deepfast.nn.layer_norm import plain_norm
-from deepfast.nn.layers import FeedForward, TransformerDecoderLayer
+from deepfast.nn.layers import TransformerDecoderLayer
 from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import plain
 from deepfast.ops import common

@@ -15,7 +15,7 @@ from deepfast.nn import (
     RMSNorm,
     TransparentAttention,
 )
-from deepfast.nn.layers import FeedForward
+from deepfast.nn.feed_forward import FeedForward
 
 FIXED = {
     "dlcl": lambda: DLCL(4, 6),

@@ -1,0 +1,105 @@
+"""The feed-forward block of a layer, alone or behind the layer's norm."""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepfast import ops
+from deepfast.memory.policies import RERUN
+from deepfast.nn.connections.latent import Gate, gated, gated_parameters
+from deepfast.nn.layer_norm import Norm, plain_norm
+from deepfast.nn.recompute import plain
+from deepfast.ops.activation import KINDS
+
+ACTIVATIONS = (*KINDS, "swiglu")
+
+
+class FeedForward(nn.Module):
+    """``W_2 dropout(activation(W_1 x))``; with "swiglu" ``W_2 dropout(silu(g) * u)`` where g and u
+    are the two halves of ``W_1 x``. The layer around it has checked the arguments."""
+
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        *,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.activation, self.dropout, self.backend = activation, dropout, backend
+        self.up = nn.Linear(dim, (1 + (activation == "swiglu")) * ffn_dim)
+        self.down = nn.Linear(ffn_dim, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        halves = self.up.weight.chunk(2) if self.activation == "swiglu" else [self.up.weight]
+        for weight in (*halves, self.down.weight):
+            nn.init.xavier_uniform_(weight)
+        for linear in (self.up, self.down):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
+        if plain(self.up, nn.Linear):
+            return self._rest(F.linear(x, self.up.weight), gate, self.up.bias)
+        return self._rest(self.up(x), gate)
+
+    def after_norm(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor | None,
+        dropout_p: float,
+        *,
+        recompute: str = "none",
+        return_norm: bool = False,
+        gate: Gate | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(s, branch) of ``s = residual + dropout(x)``, or (n, branch) with ``return_norm``.
+
+        Without a residual s is x.
+
+        The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
+        saves neither n nor masks, and ``recompute`` decides whether it saves the hidden activation.
+        """
+        gated = self.activation == "swiglu"
+        fused = plain_norm(norm) and plain(self.up, nn.Linear) and not gated
+        if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
+            # A rerun stops before the last product, which it could not do inside one op.
+            if residual is None or return_norm or not fused:
+                if residual is None:
+                    n, s = norm(x), x
+                else:
+                    n, s = norm(x, residual=residual, dropout_p=dropout_p)
+                run = self.forward
+                if gated and recompute in ("ffn", "ffn+qkv"):
+                    run = partial(checkpoint, self.forward, use_reentrant=False)
+                return (n if return_norm else s), run(n, gate)
+            h, s = ops.add_norm_linear(
+                x, residual, norm.weight, norm.bias, self.up.weight, None, norm.eps,
+                norm_type=norm.norm_type, dropout_p=dropout_p, training=self.training,
+                backend=norm.backend,
+            )  # fmt: skip
+            return s, self._rest(h, gate, self.up.bias)
+        down = gated_parameters(self.down, gate)
+        branch, s = ops.feed_forward(
+            x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
+            norm_type=norm.norm_type, residual=residual, dropout_p=dropout_p,
+            activation=self.activation, activation_dropout_p=self.dropout, training=self.training,
+            recompute=recompute != "none", return_norm=return_norm, backend=norm.backend,
+        )  # fmt: skip
+        return s, branch
+
+    def _rest(self, h: Tensor, gate: Gate | None, bias: Tensor | None = None) -> Tensor:
+        """``gate * W_2 dropout(activation(h + bias))``."""
+        if self.activation == "swiglu":
+            g, u = (h if bias is None else h + bias).chunk(2, -1)
+            return gated(self.down, F.dropout(F.silu(g) * u, self.dropout, self.training), gate)
+        h = ops.activation(
+            h, self.activation, bias=bias, dropout_p=self.dropout, training=self.training,
+            backend=self.backend,
+        )  # fmt: skip
+        return gated(self.down, h, gate)
