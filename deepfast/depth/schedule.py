@@ -54,6 +54,7 @@ FAR_PASS = 4
 moves in that time: about 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, D = 1024."""
 
 
+@functools.cache
 def default_block(rows: int, device_type: str = "cpu", pulled: int = 8) -> int:
     """Rows per block.
 

@@ -84,7 +84,7 @@ def _prune_side(
     kept = [index for index in range(layers) if any(own[index] for own in gates)]
     if not kept:
         raise ValueError(f"expected a layer that is used, got none in the {side}")
-    if len(kept) < layers and config.norm == "post":
+    if len(kept) < layers and config.norm_of(side) == "post":
         raise ValueError(
             f"expected a pre-norm model, got a post-norm one, where the layer-norms of the "
             f"{layers - len(kept)} unused layers of the {side} stay"

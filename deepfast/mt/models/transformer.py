@@ -94,7 +94,7 @@ class Fusions(nn.Module):
             if kind is not None:
                 fusion = LayerFusion(
                     getattr(c, f"{side}_layers") + 1, c.dim, kind, own_embedding=False,
-                    source_norm=c.norm == "pre", backend=c.backend, **c.fusion,
+                    source_norm=c.norm_of(side) == "pre", backend=c.backend, **c.fusion,
                 )  # fmt: skip
                 states += [fusion.num_states] * fusion.with_embeddings
             setattr(self, side, fusion)
@@ -192,7 +192,9 @@ class Transformer(PackedModel):
             fusion = getattr(c, f"{side}_fusion")
             words = getattr(c, f"{side}_connection") + (f", {fusion} fusion" if fusion else "")
             parts.append(f"{getattr(c, f'{side}_layers')} {side} layers ({words})")
-        parts.append(f"{c.norm}-norm")
+        parts.append(
+            f"{c.norm}-norm" + (f" ({c.decoder_norm} in the decoder)" if c.decoder_norm else "")
+        )
         parts += {"layer": [], "rms": ["RMS norm"], "none": ["no norms"]}[c.norm_type]
         return ", ".join(parts + ["transparent attention"] * (self.transparent is not None))
 

@@ -20,6 +20,7 @@ from deepfast.nn.transformer import SCALED
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
+NORMS = ("pre", "post", *SCALED)
 
 OPTIONS = {
     "dlcl": (DLCL, ("num_layers", "dim", "backend")),
@@ -76,6 +77,8 @@ class TransformerConfig(ModelConfig):
     N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
     """"pre", "post", "deepnorm" or "keel", see `deepfast.nn.TransformerEncoder`."""
+    decoder_norm: str | None = None
+    """The decoder's own `norm`; None: as the encoder's."""
     norm_type: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
     transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
@@ -119,13 +122,14 @@ class TransformerConfig(ModelConfig):
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
-        checks.choice(op, ("pre", "post", *SCALED), norm=self.norm)
+        checks.choice(op, NORMS, norm=self.norm)
+        checks.choice(op, (None, *NORMS), decoder_norm=self.decoder_norm)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
         checks.choice(op, ("top", "transparent"), cross_attention=self.cross_attention)
         checks.choice(op, ("all", "decoder", "none"), share_embeddings=self.share_embeddings)
         checks.choice(op, CONNECTIONS, **self._values("encoder_connection", "decoder_connection"))
         for side in SIDES:
-            check_norms(op, getattr(self, f"{side}_connection"), self.norm, self.norm_type)
+            check_norms(op, getattr(self, f"{side}_connection"), self.norm_of(side), self.norm_type)
         checks.choice(op, (None, *FUSIONS), **self._values("encoder_fusion", "decoder_fusion"))
         checks.dictionary(op, **self._values("dlcl", "latent", "languages", "fusion"))
         if self.share_embeddings == "all" and target_vocab_size(self) != self.vocab_size:
@@ -133,11 +137,15 @@ class TransformerConfig(ModelConfig):
                 f"{op}: target_vocab_size must be the source's {self.vocab_size} where "
                 f"share_embeddings is all, got {target_vocab_size(self)}"
             )
-        self._check_connections(op, "")
         self._check_scaled(op)
+        self._check_connections(op, "")
         self._check_languages(op)
         self._check_latent(op)
         self._check_fusion(op)
+
+    def norm_of(self, side: str) -> str:
+        """`norm` of a side, whose name ends with "encoder" or "decoder"."""
+        return (side.endswith("decoder") and self.decoder_norm) or self.norm
 
     def _values(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -176,19 +184,22 @@ class TransformerConfig(ModelConfig):
 
     def _check_connections(self, op: str, prefix: str) -> None:
         """Checks the options of the connections; ``prefix`` is that of their fields' names."""
-        sides = self._values(f"{prefix}encoder_connection", f"{prefix}decoder_connection")
+        sides = {f"{prefix}{side}": getattr(self, f"{prefix}{side}_connection") for side in SIDES}
         dlcl = f"{prefix}dlcl"
         known = {k: v for k, v in getattr(self, dlcl).items() if k in option_types("dlcl")}
         arguments = {
             connection: {"num_layers": 1, "dim": self.dim}
-            | dlcl_options(connection, self.norm, known)
-            for connection in sides.values()
+            | dlcl_options(connection, self.norm_of(side), known)
+            for side, connection in sides.items()
             if CONNECTIONS[connection].dlcl is not None
         }
         self._check_options(op, dlcl, "connection 'dlcl'", arguments)
         for side, connection in sides.items():
-            if self.norm != "pre" and CONNECTIONS[connection].pre_norm:
-                raise ValueError(f"{op}: {side} {connection} needs norm pre, got norm {self.norm}")
+            norm = self.norm_of(side)
+            if norm != "pre" and CONNECTIONS[connection].pre_norm:
+                raise ValueError(
+                    f"{op}: {side}_connection {connection} needs norm pre, got norm {norm}"
+                )
         for option, most, needs in (("block", None, ("block_attnres",)),
                                     ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip
             name = f"{prefix}attnres_{option}"
@@ -201,17 +212,17 @@ class TransformerConfig(ModelConfig):
 
     def _check_scaled(self, op: str) -> None:
         """DeepNorm and KEEL are forms of the plain residual, DeepNorm with a start of its own."""
-        if self.norm not in SCALED:
-            return
-        needs = {
-            "encoder_connection": "residual", "decoder_connection": "residual", "init": "xavier",
-            "cross_attention": "top", "encoder_fusion": None, "decoder_fusion": None,
-        }  # fmt: skip
-        for name, value in needs.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{op}: norm {self.norm} needs {name} {value}, got {getattr(self, name)}"
-                )
+        needs = {"init": "xavier", "cross_attention": "top", "encoder_fusion": None,
+                 "decoder_fusion": None}  # fmt: skip
+        for side in SIDES:
+            norm = self.norm_of(side)
+            if norm not in SCALED:
+                continue
+            for name, value in ({f"{side}_connection": "residual"} | needs).items():
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f"{op}: norm {norm} needs {name} {value}, got {getattr(self, name)}"
+                    )
 
     def _check_languages(self, op: str) -> None:
         tags = list(self.languages.values())
@@ -277,9 +288,9 @@ class TransformerConfig(ModelConfig):
             getattr(self, f"{prefix}attnres_{option}") or getattr(self, f"attnres_{option}")
             for option in ("block", "reads")
         )
-        options = self._values("dim", "num_heads", "ffn_dim", "norm", "norm_type", "activation",
-                               "dropout", "attention_dropout", "activation_dropout",
-                               "backend")  # fmt: skip
+        options = self._values("dim", "num_heads", "ffn_dim", "norm_type", "activation", "dropout",
+                               "attention_dropout", "activation_dropout", "backend")  # fmt: skip
+        options["norm"] = self.norm_of(side)
         latent = self.latent | {"languages": len(self.languages) or 1}
         # Two sides of the same size must not draw the same numbers.
         latent["seed"] = 2 * latent.get("seed", 0) + (side == "decoder")
@@ -299,7 +310,7 @@ class TransformerConfig(ModelConfig):
 
     def _scales(self, side: str) -> bool:
         """Whether the side's scales depend on the number of decoder layers."""
-        return self.norm == "deepnorm" and side == "encoder"
+        return side == "encoder" and self.norm == "deepnorm" == self.norm_of("decoder")
 
 
 def fusion_options(config: Mapping[str, Any]) -> tuple[list[str], set[str]]:

@@ -32,7 +32,7 @@ SIZES = {"base": base, "big": big}
 
 PLANNED = {
     "cross_attention": ("top",), "share_embeddings": ("all",), "norm_type": ("layer", "rms"),
-    "norm": ("pre", "post"),
+    "norm": ("pre", "post"), "decoder_norm": (None,),
     "encoder_fusion": (None,), "decoder_fusion": (None,),
     "encoder_connection": names("planned"), "decoder_connection": names("planned"),
 }  # fmt: skip

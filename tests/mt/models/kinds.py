@@ -40,6 +40,8 @@ TRANSFORMERS = {
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
     "mudd": both("mudd"),
+    "deepnorm, pre-norm decoder": {"norm": "deepnorm", "decoder_norm": "pre",
+                                   "encoder_connection": "residual"},
     "rms": {"norm_type": "rms"},
     "rms, post": {"norm_type": "rms", "norm": "post"},
     "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13, "first_position": 2},

@@ -36,6 +36,9 @@ REFUSED = {
         ({"mixture_dropout": 1}, r"mixture_dropout must be a number in \[0, 1\)"),
         ({"init": "normal"}, "init must be one of xavier, fan_in, got 'normal'"),
         ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, keel, got 'mid'"),
+        ({"decoder_norm": "mid"}, "decoder_norm must be one of None, pre, post, deepnorm, keel"),
+        ({"decoder_norm": "keel", "decoder_connection": "dlcl"},
+         "norm keel needs decoder_connection residual, got dlcl"),
         ({"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection residual"),
         ({"norm": "post", "encoder_connection": "mudd"}, "encoder_connection mudd needs norm pre"),
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
@@ -163,3 +166,18 @@ def test_blocks_of_attention_residuals_are_each_network_s_own():
         assert config.stack("top_decoder")["block"] == expected
         assert config.bottom.stack("encoder")["block"] == below
         assert type(config.bottom) is TransformerConfig
+
+
+def test_the_decoder_s_own_norm():
+    """DeepNorm's scales are those of an encoder alone where the decoder is another one."""
+    sizes = SIZES | {"norm": "deepnorm", "encoder_connection": "residual"}
+    own, plain = (Transformer(TransformerConfig(**sizes, **more)) for more in
+                  ({"decoder_norm": "pre"}, {}))  # fmt: skip
+    layers = SIZES["encoder_layers"]
+    assert own.encoder.alpha == (2 * layers) ** 0.25
+    assert plain.encoder.alpha == 0.81 * (layers**4 * SIZES["decoder_layers"]) ** (1 / 16)
+    assert (own.decoder.scaled, plain.decoder.scaled) == (None, "deepnorm")
+    assert "deepnorm-norm (pre in the decoder)" in own.describe()
+    dlcl = TransformerConfig(**SIZES, norm="deepnorm", encoder_connection="residual",
+                             decoder_norm="post", decoder_connection="dlcl")  # fmt: skip
+    assert Transformer(dlcl).decoder.connection.dlcl.norm == "post"
