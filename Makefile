@@ -7,7 +7,7 @@ SOURCES := setup.py pyproject.toml constraints.txt deepfast/build.py deepfast/la
 # The Python of `make gpu`: that of `make setup` if it exists, else PYTHON.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help setup wheel test test-all test-avx2 front-end cuda-check report systems gpu docs lint clean
+.PHONY: help setup wheel test test-all test-avx2 front-end cuda-check report gpu docs lint clean
 
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
@@ -17,7 +17,6 @@ help:
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"
-	@echo "make systems  train every system small, 1 to 2 hours: runs/systems/systems.md"
 	@echo "make gpu      on a GPU: stages in the order of their worth, or some with STAGE='right ratio';"
 	@echo "              each takes under four minutes and adds to bench/results; installs nothing"
 	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
@@ -72,14 +71,6 @@ front-end: setup
 
 report: setup
 	$(BIN)/deepfast report --output report
-
-# DATA='train.en train.de' takes two text files, JOBS=4 THREADS=1 MEMORY_LIMIT=8GiB makes several runs at
-# once. Finished runs are not made again.
-SEEDS ?= 3
-systems: setup
-	$(BIN)/python -m bench.systems --seeds $(SEEDS) $(if $(DATA),--data $(DATA)) \
-	  $(if $(ROWS),--rows $(ROWS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(THREADS),--threads $(THREADS)) \
-	  $(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(SET)
 
 gpu:
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)

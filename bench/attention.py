@@ -17,8 +17,8 @@ import torch
 from bench.encoder import DEVIATION, MEAN, lengths, parse
 from deepfast import ops
 from deepfast.clock import on_cpu
+from deepfast.machine import cpu_model
 from deepfast.measure.clock import interleave, ratio
-from deepfast.measure.machine import cpu_model
 
 RAGGED = f"64 x {MEAN} +- {DEVIATION}"
 CASES = {RAGGED: None, "64 x 32": [32] * 64, "8 x 128": [128] * 8, "4 x 512": [512] * 4,

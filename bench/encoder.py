@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from deepfast.machine import cpu_model
 from deepfast.measure.clock import interleave, keep_memory, ratio
-from deepfast.measure.machine import cpu_model
 from deepfast.nn import TransformerEncoder
 
 HEADS, DROPOUT, MEAN, DEVIATION = 4, 0.1, 14, 4

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
+from deepfast.machine import cpu_model
 from deepfast.measure.clock import interleave, keep_memory, ratio
-from deepfast.measure.machine import cpu_model
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.search import DecodingOptions, beam_search
 

@@ -21,8 +21,8 @@ import torch
 
 from bench.generation import EOS, numbers, search
 from deepfast.clock import on_cpu
+from deepfast.machine import cpu_model
 from deepfast.measure.clock import interleave, keep_memory, ratio
-from deepfast.measure.machine import cpu_model
 from deepfast.mt.models import Transformer, TransformerConfig
 
 UNLIKELY = -30.0

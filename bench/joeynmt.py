@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 from sentencepiece import SentencePieceProcessor
 
-from deepfast.measure.machine import cpu_model
+from deepfast.machine import cpu_model
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import SPECIALS
 

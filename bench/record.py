@@ -16,7 +16,7 @@ import torch
 
 from deepfast.backend import build_info
 from deepfast.files import write_atomically
-from deepfast.measure.machine import cpu_model, git_commit
+from deepfast.machine import cpu_model, git_commit
 
 commit = cache(git_commit)
 """Asked before the first row makes the checkout differ from it."""

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
-#   -> launches, reference, library
+#   -> launches, reference, library; machine is above backend
 #   checks, connections, dtypes, files and renamed lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "connections", "dtypes", "files", "renamed", "version"}
@@ -35,6 +35,7 @@ ALLOWED = {
     "selfcheck": {"dtypes", "files", "launches", "library", "reference", "version"},
     "clock": set(),
     "backend": {"dtypes", "launches", "library", "reference", "kernels", "rule", "selfcheck"},
+    "machine": {"backend", "version"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
     "memory": {"depth"} | OPS,
@@ -48,9 +49,19 @@ ALLOWED = {
     "mt.models": {"mt", "mt.data", *NN},
     "mt.search": {"mt", *MODELS},
     "mt.training": {"mt", "mt.search", *MODELS},
-    "mt.sweep": {"mt", "mt.search", "mt.training", *MODELS},
-    "measure": {"cases", "clock", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
-    "cli": {"build", "selfcheck", "mt", "mt.search", "mt.training", "mt.sweep", "measure", *MODELS},
+    "mt.sweep": {"machine", "mt", "mt.search", "mt.training", *MODELS},
+    "measure": {"cases", "clock", "machine", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
+    "cli": {
+        "build",
+        "machine",
+        "selfcheck",
+        "mt",
+        "mt.search",
+        "mt.training",
+        "mt.sweep",
+        "measure",
+        *MODELS,
+    },
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
     "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},

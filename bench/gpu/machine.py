@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from deepfast import backend, build, library
-from deepfast.measure.machine import environment
+from deepfast.machine import environment
 from deepfast.selfcheck import store
 
 ROOT = Path(__file__).resolve().parents[2]

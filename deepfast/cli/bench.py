@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from deepfast import checks
+    from deepfast.machine import cpu_model
     from deepfast.measure import bench_ops
     from deepfast.measure.bench_ops import CASES, Sizes
     from deepfast.measure.clock import keep_memory
     from deepfast.measure.console import progress
-    from deepfast.measure.machine import cpu_model
 
     for op in args.ops:
         if op not in CASES:

@@ -7,9 +7,9 @@ from functools import cache, partial
 from typing import Any
 
 from deepfast.clock import on_cpu
+from deepfast.machine import ResidentPeak, free_bytes
 from deepfast.measure.clock import Row
 from deepfast.measure.console import progress
-from deepfast.measure.machine import ResidentPeak, free_bytes
 from deepfast.memory import LiveBytes
 
 GIB = 1 << 30

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
+from deepfast.machine import environment
 from deepfast.measure import memory_steps
 from deepfast.measure.clock import COPY, Row
 from deepfast.measure.connections import connections
 from deepfast.measure.jobs import Job, Turns, run_jobs
-from deepfast.measure.machine import environment
 from deepfast.measure.report_pictures import memory_curves, memory_title
 from deepfast.measure.settings import Settings
 from deepfast.measure.steps import agreement, mixing, steps

@@ -1,7 +1,8 @@
-"""The picture of a sweep: BLEU and dev NLL over its first key, a curve for each other combination.
+"""The pictures of a sweep: dev NLL and BLEU of each point, and dev NLL over steps and time.
 
-Numbers lie on an axis and are connected. Anything else, such as names of connections, has places
-side by side. Error bars are the standard deviation over the seeds.
+Where the values of the first key are numbers, they lie on an axis, with a curve for each other
+combination and error bars of the standard deviation. Anything else, such as names of systems, has a
+line for each point, a mark for each seed, and the mean.
 """
 
 import math
@@ -60,13 +61,14 @@ def _number(value: str) -> float:
         return math.nan
 
 
-def caption(results: Results) -> str:
-    """How many seeds, what the bars are, and what is missing."""
+def caption(results: Results, numeric: bool) -> str:
+    """How many seeds, how they are drawn, and what is missing."""
     all_runs = [run for runs in results.values() for run in runs]
     counts = {len([run for run in runs if "failed" not in run]) for runs in results.values()} - {0}
     low, high = min(counts, default=0), max(counts, default=0)
     seeds = f"{low} seed{'s' * (low != 1)}" if low == high else f"{low} to {high} seeds"
-    text = f"Mean of {seeds}; bars: standard deviation." if high > 1 else "One seed."
+    drawn = "bars: standard deviation" if numeric else "each seed a circle"
+    text = f"Mean of {seeds}; {drawn}." if high > 1 else "One seed."
     text = text if high else "No result."
     failed = sum("failed" in run for run in all_runs)
     apart = sum("failed" not in run and diverged(run) for run in all_runs)
@@ -78,62 +80,107 @@ def caption(results: Results) -> str:
 
 
 def draw(results: Results, points: Sequence[Point], path: Path) -> None:
-    """Writes the picture as SVG or PNG, by the file's ending.
+    """Writes the picture of the values as SVG or PNG, by the file's ending.
 
     Args:
         results: the runs of every point so far.
-        points: all points, with runs and without.
+        points: all points, with runs and without. The first is the baseline.
     """
-    key, *others = points[0].keys
-    places = list(dict.fromkeys(point.values[0] for point in points))
-    panels = {title: marks(results, name, places) for name, title in PANELS.items()}
     panels = {
-        title: curves for title, curves in panels.items()
-        if any(math.isfinite(mark.mean) for curve in curves.values() for mark in curve)
+        name: title for name, title in PANELS.items()
+        if any(known(runs, name) for runs in results.values())
     }  # fmt: skip
-    names = list(next(iter(panels.values()))) if panels else []
+    places = list(dict.fromkeys(point.values[0] for point in points))
+    across = [_number(value) for value in places]
+    numeric = len(across) > 1 and all(map(math.isfinite, across))
+    curves = {name: marks(results, name, places) for name in panels} if numeric else {}
+    names = list(next(iter(curves.values()), ()))
     legend = sum(len(textwrap.wrap(n, CAPTION - 12)) for n in names) * (len(names) > 1)
-    height = 1.2 + 0.19 * legend + 1.75 * max(1, len(panels))
+    height = 1.2 + 0.19 * legend + 1.75 * len(panels) if numeric else 1.1 + 0.3 * len(points)
     with picture(path, WIDTH, height) as figure:
-        if panels:
+        if numeric and panels:
             grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
-            for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+            for axes, (name, title) in zip(grid, panels.items(), strict=True):
                 axes.set_title(title)
-                _draw_curves(axes, curves, places)
-            grid[-1].set_xlabel(key)
+                _draw_curves(axes, curves[name], across)
+            grid[-1].set_xlabel(points[0].keys[0])
             if len(names) > 1:
-                _legend(figure, grid[0], ", ".join(others))
-        text = "\n".join(textwrap.wrap(caption(results), CAPTION))
+                _legend(figure, grid[0], ", ".join(points[0].keys[1:]))
+        elif panels:
+            grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+            for axes, (name, title) in zip(grid, panels.items(), strict=True):
+                axes.set_title(title)
+                _draw_lines(axes, [known(results.get(point, ()), name) for point in points])
+            labels = ["\n".join(textwrap.wrap(", ".join(p.values), LABEL)) for p in points]
+            grid[0].set_yticks(range(len(points)), labels, parse_math=False)
+            grid[0].invert_yaxis()
+        text = "\n".join(textwrap.wrap(caption(results, numeric), CAPTION))
         figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=GREY)
 
 
-def _draw_curves(axes, curves: Mapping[str, list[Mark]], places: Sequence[str]) -> None:
-    """Curves over numbers; over anything else, marks next to each other."""
-    across = [_number(value) for value in places]
-    numeric = all(map(math.isfinite, across)) and len(across) > 1
+def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
+    """Writes the picture of dev NLL over steps and over time: each run thin, the mean thick. The
+    time of a step is that of the run without what comes before its first step.
+
+    Args:
+        time: what 60 of the seconds in ``step_seconds`` of a result are called.
+    """
+    with picture(path, WIDTH, 1.1 + 0.1 * len(results) + 4.4) as figure:
+        grid = figure.subplots(2, 1)
+        for index, (point, runs) in enumerate(results.items()):
+            runs = [run for run in runs if run.get("curve") and run.get("step_seconds")]
+            if not runs:
+                continue
+            color = COLORS[index % len(COLORS)]
+            curves = [[(step, math.nan if nll is None else nll) for step, nll in run["curve"]]
+                      for run in runs]  # fmt: skip
+            length = min(map(len, curves))
+            steps = [step for step, _ in curves[0][:length]]
+            mean = [statistics.mean(curve[at][1] for curve in curves) for at in range(length)]
+            minutes = statistics.mean(run["step_seconds"] for run in runs) / 60
+            for axes, scale in zip(grid, (1.0, minutes), strict=True):
+                for curve in curves:
+                    axes.plot([scale * step for step, _ in curve], [nll for _, nll in curve],
+                              color=color, linewidth=0.5, alpha=0.6)  # fmt: skip
+                axes.plot([scale * step for step in steps], mean, color=color, linewidth=1.7,
+                          linestyle=("-", "--")[index // len(COLORS) % 2],
+                          label=", ".join(point.values))  # fmt: skip
+        for axes, label in zip(grid, ("optimizer steps", time), strict=True):
+            axes.set_xlabel(label)
+            axes.set_xlim(0)
+        grid[0].set_title("dev NLL, nats")
+        _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
+
+
+def _draw_lines(axes, values: Sequence[Sequence[float]]) -> None:
+    """A line for each point: a mark for each value, and a longer one for their mean."""
+    for at, own in enumerate(values):
+        color = GREY if at == 0 else COLORS[0]
+        axes.plot(own, [at] * len(own), "o", color=color, markersize=4.5, fillstyle="none")
+        if own:
+            mean = statistics.mean(own)
+            axes.plot([mean], [at], "|", color=color, markersize=13, markeredgewidth=2)
+    if values and values[0]:
+        axes.axvline(statistics.mean(values[0]), color=GREY, linestyle=":", linewidth=1)
+    axes.margins(x=0.08)
+    axes.set_ylim(-0.6, len(values) - 0.4)
+
+
+def _draw_curves(axes, curves: Mapping[str, list[Mark]], across: Sequence[float]) -> None:
+    """Curves over numbers."""
     for index, (name, curve) in enumerate(curves.items()):
-        aside = 0.0
-        if not numeric:
-            across = list(range(len(places)))
-            aside = 0.6 * ((index + 0.5) / len(curves) - 0.5)
         curve = sorted(curve, key=lambda mark: across[mark.at])
-        known = any(mark.deviation is not None for mark in curve)
+        bars = any(mark.deviation is not None for mark in curve)
         axes.errorbar(
-            [across[mark.at] + aside for mark in curve], [mark.mean for mark in curve],
-            [mark.deviation or 0.0 for mark in curve] if known else None,
-            label=name, linewidth=1.6, linestyle="-" if numeric else "none",
-            color=COLORS[index % len(COLORS)], marker=MARKERS[index % len(MARKERS)],
-            markersize=4.5, capsize=2.5, elinewidth=1,
+            [across[mark.at] for mark in curve], [mark.mean for mark in curve],
+            [mark.deviation or 0.0 for mark in curve] if bars else None,
+            label=name, linewidth=1.6, color=COLORS[index % len(COLORS)],
+            marker=MARKERS[index % len(MARKERS)], markersize=4.5, capsize=2.5, elinewidth=1,
         )  # fmt: skip
-    if not numeric:
-        labels = ["\n".join(textwrap.wrap(value, LABEL)) for value in places]
-        axes.set_xticks(across, labels, rotation=30, ha="right", rotation_mode="anchor",
-                        parse_math=False)  # fmt: skip
-        axes.set_xlim(-0.5, len(places) - 0.5)
-    elif min(across) > 0 and max(across) >= RANGE * min(across):
+    if min(across) > 0 and max(across) >= RANGE * min(across):
         axes.set_xscale("log")
         axes.minorticks_off()
-    if numeric and len(across) <= 8:
+    if len(across) <= 8:
         axes.set_xticks(across, [f"{x:g}" for x in across])
     axes.margins(x=0.06, y=0.12)
 

@@ -8,7 +8,7 @@ from deepfast.cli import COMMANDS, RENAMED, main
 
 TOP = ["info", "build", "selfcheck", "bench", "report", "plan", "mt"]
 MT = [
-    "train", "translate", "score", "tune", "sweep", "compare-growth", "posunk", "export", "prune",
+    "train", "translate", "score", "tune", "sweep", "posunk", "export", "prune",
     "convert", "show-attention", "show-run", "show-weights",
 ]  # fmt: skip
 

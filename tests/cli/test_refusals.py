@@ -11,11 +11,9 @@ from deepfast.mt.training.run_folder import only_run
 
 PLAN = ["plan", "--budget", "24GiB", "--dim", "512", "--tokens", "8192"]
 SWEEP = ["sweep", "phrases-small", "--over", "model.dim=8", "--output", "new"]
-GROWTH = ["compare-growth", "phrases-growing", "--output", "new"]
 CONVERT = ["convert", "model.pt", "--source-dictionary", "words", "--target-dictionary", "words"]
 TRANSLATE = ["translate", "model.pt", "steps", "--input", "text", "--dictionary", "words"]
 POSUNK = ["--words", "1", "--output"]
-GROWING = "expected a recipe of one language with a section grow and without grow.from"
 READ = "--output: expected another file than {0}, which is read, got {0}"
 
 REFUSED = [  # the commands of `deepfast mt` without mt
@@ -31,10 +29,10 @@ REFUSED = [  # the commands of `deepfast mt` without mt
      "expected a sweep over model.norm, got one over model.dim"),
     *(([*SWEEP[:-1], name], f"{name}/sweep.json: expected what deepfast mt sweep writes, got other")
       for name in ("empty-sweep", "null-sweep")),
-    ([*GROWTH, "--seeds", "0"], "seeds must be an integer of at least 1"),
-    (["compare-growth", "phrases-small"], GROWING),
-    ([*GROWTH, "grow.from=runs/other/best.pt"], GROWING),
-    ([*GROWTH, "data.phrases=[de, fr]"], GROWING),
+    (["sweep", "phrases-small"], "expected a section sweep, or --over KEY=VALUE,VALUE, got"),
+    (["sweep", "phrases-growing", "--only", "deep"], "--only: expected one of grown, shallow, e"),
+    ([*SWEEP, "--only", "grown"], "--only: expected no --over beside it"),
+    (["sweep", "phrases-growing", "--output", "text"], "text: cannot be made (File"),
     (["translate", "model.pt", "--input", "text", "--threads", "1025"], "integer from 1 to 1024"),
     (["bench", "soft_max"], "expected an op of layer_norm, "),
     (["bench", "--dim", "7"], "--dim: expected an even number, got 7"),
@@ -62,8 +60,6 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["posunk", "dictionary", "text", *POSUNK, "."], "--output: expected a folder where dictionar"),
     (["report", "--quick", "--output", "text/x"], "text/x: cannot be made (Not a directory)"),
     (["report", "--quick", "--output", "page"], "page/index.html: expected a file, got a"),
-    (["compare-growth", "phrases-growing", "--output", "text"], "text: cannot be made (File"),
-    (["compare-growth", "phrases-growing", "--output", "busy"], "a folder that no other run"),
     (["sweep", "phrases-small", "--over", "model.dim=8", "--output", "busy"], "that no other run"),
     (["train", "n" * 300], f"{'n' * 300}: cannot be used (File name too long)"),
     (["train", "/proc/self/mem"], "/proc/self/mem: cannot be read (Input/output error)"),

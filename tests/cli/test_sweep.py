@@ -1,6 +1,8 @@
 """`deepfast mt sweep` with real runs."""
 
+import importlib.resources
 import json
+import shutil
 
 from deepfast.cli import main
 
@@ -20,22 +22,28 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "data.vocab_size=120, optim.lr=1e-3, seed 1: BLEU " in said
     assert "data.vocab_size=120, optim.lr=1e38, seed 1: diverged, step " in said
-    assert said.endswith(f"{output}/sweep.md\n{output}/sweep.svg\n{output}/sweep.json\n")
+    names = ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep.json")
+    assert said.splitlines()[-4:] == [f"{output}/{name}" for name in names]
     content = json.loads((output / "sweep.json").read_text())
     assert content["over"] == {"data.vocab_size": ["120"], "optim.lr": ["1e-3", "1e38"]}
     (run,) = content["points"][0]["runs"]
     assert [step for step, _ in run["curve"]] == [2, 4]
     assert run["bleu"] is not None
+    assert run["sentences"].count(";") == 9
+    assert [row["step"] for row in run["gradient_norms"]] == [1, 4]
+    assert len(run["gradient_norms"][0]["grad_norm_encoder"]) == 1
+    assert {"commit", "cpu", "torch"} <= run.keys()
     assert run["threads"] == 1
     assert run["live_bytes"] > 4 * 4 * run["parameters"] / 2
     assert (output / "sweep.svg").read_text().startswith("<?xml")
-    assert (output / "sweep.md").read_text().count("\n| 120 |") == 2
+    # A line of what was learned, and one of the cost.
+    assert (output / "sweep.md").read_text().count("\n| 120 |") == 4
     (first, second) = sorted(output.rglob("result.json"))
     stamps = [path.stat().st_mtime_ns for path in (first, second)]
     # What has finished is read. A value that is left out has no line.
     command[command.index("optim.lr=1e-3,1e38")] = "optim.lr=1e-3"
     assert main(command) == 0
-    assert (output / "sweep.md").read_text().count("\n| 120 |") == 1
+    assert (output / "sweep.md").read_text().count("\n| 120 |") == 2
     assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
     assert main([*command, "model.ffn_dim=16"]) == 1
     assert "expected a run with the same settings" in capsys.readouterr().err
@@ -49,3 +57,57 @@ def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
     table = (tmp_path / "sweep.md").read_text()
     assert "\n| 5000 | - | - |" in table
     assert failed.split("failed, ")[1] in table
+
+
+SYSTEMS = """
+sweep:
+  seeds: 2
+  pilots: {key: optim.lr, values: [1e-3, 1e38], steps: 2}
+  systems:
+    plain: {model: {encoder_connection: residual}}
+    DLCL: {model: {encoder_connection: dlcl}}
+    once: {model: {encoder_connection: attnres}, seeds: 1}
+"""
+
+
+def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("deepfast.mt.sweep.plan.MEASURED", 2)
+    monkeypatch.setattr("deepfast.mt.sweep.plan.SHORT", 0)
+    recipe, output = tmp_path / "own.yaml", tmp_path / "sweep"
+    recipe.write_text(
+        (importlib.resources.files("deepfast.mt") / "recipes/phrases-small.yaml").read_text()
+        + SYSTEMS
+    )
+    command = ["mt", "sweep", str(recipe), *TINY, "data.vocab_size=120", "--output", str(output)]
+    assert main([*command, "--plan"]) == 0
+    *measured, planned = capsys.readouterr().out.splitlines()
+    assert [line.partition(", seed")[0] for line in measured] == [
+        f"plan, {name}" for name in ("plain", "DLCL", "once")
+    ]
+    assert planned.startswith(
+        "plan: 11 runs of 3 points, 32 steps; about 0.0 hours with 1 process,"
+    )
+    assert not list(output.rglob("sweep.md"))
+
+    assert main(command) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len([line for line in said if line.startswith("plan,")]) == 3
+    assert "DLCL, optim.lr=1e38, seed 1: diverged, step " in "\n".join(said)
+    text = (output / "sweep.md").read_text()
+    assert text.startswith("# system\n")
+    assert "\n| DLCL | **" in text
+    for point in json.loads((output / "sweep.json").read_text())["points"]:
+        assert len(point["runs"]) == (1 if point["values"]["system"] == "once" else 2)
+    # What a run leaves is enough: the rest may go, and nothing is made again.
+    kept = {path: path.read_bytes() for path in output.rglob("result.json")}
+    for path in [*output.rglob("run"), output / "plan"]:
+        shutil.rmtree(path)
+    assert main(command) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert not [line for line in again if line.startswith("plan")]
+    assert {path: path.read_bytes() for path in output.rglob("result.json")} == {
+        path: content for path, content in kept.items() if "plan" not in path.parts
+    }
+    assert (output / "sweep.md").read_text() == text
+    assert main([*command, "--only", "once"]) == 0
+    assert "\n| plain |" not in (output / "sweep.md").read_text()

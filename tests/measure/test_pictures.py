@@ -2,6 +2,7 @@
 none."""
 
 import math
+import random
 import re
 
 import pytest
@@ -14,11 +15,21 @@ from deepfast.measure import weight_picture as weights
 from deepfast.measure.connections import CONNECTIONS
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.pictures import picture
-from deepfast.measure.sweep_picture import caption, draw, marks
+from deepfast.measure.sweep_picture import caption, draw, draw_learning, marks
 from deepfast.memory import POLICIES
 from deepfast.memory.eager import EAGER
+from deepfast.mt.search.score import sentence_counts
 from deepfast.mt.sweep.grid import points
-from deepfast.mt.sweep.table import cells, diverged, page
+from deepfast.mt.sweep.table import (
+    cost,
+    differences,
+    diverged,
+    interval,
+    learned,
+    page,
+    resampled,
+    sentence_interval,
+)
 
 NUMBERS = "model.encoder_layers=6,12,30"
 BLEU = {"bleu": 20.0, "nll": 1.5, "curve": [[1, 2.0], [2, 1.5]]}
@@ -81,7 +92,17 @@ DRAWN = {
     ),
     "sweep over names": (
         sweep("model.encoder_connection=residual,dlcl", seeds=1),
-        "residual|dlcl|model.encoder_connection|One seed.",
+        "residual|dlcl|BLEU|dev NLL, nats|One seed.",
+    ),
+    "seeds of systems": (
+        sweep("system=plain,deep", seeds=3, nll=None),
+        "plain|deep|BLEU|Mean of 3 seeds; each seed a circle.",
+    ),
+    "learning": (
+        lambda path: draw_learning(
+            results_of("system=plain,deep", curve=[[100, 4.0], [200, None]], step_seconds=0.5), path
+        ),
+        "plain|deep|system|dev NLL, nats|optimizer steps|minutes",
     ),
 }  # fmt: skip
 """Name -> what draws it, and texts that it has."""
@@ -150,12 +171,11 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path, monkeypatch, ending):
 # ---- sweeps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("over", ["model.dim=8,16,32", "model.norm=a,b,c"])
-def test_several_seeds_have_error_bars(tmp_path, over):
+def test_several_seeds_have_error_bars(tmp_path):
     """matplotlib draws the bars of a curve as one collection of lines, with a path for each."""
 
     def lengths(seeds):
-        results = results_of(over, seeds=seeds, nll=None)
+        results = results_of("model.dim=8,16,32", seeds=seeds, nll=None)
         results[list(results)[2]][-1]["bleu"] += 2.0
         draw(results, list(results), tmp_path / "sweep.svg")
         svg = (tmp_path / "sweep.svg").read_text()
@@ -195,7 +215,7 @@ def test_the_caption_tells_what_is_missing(tmp_path):
     assert {"dev NLL, nats", "16"} <= only
     assert "BLEU" not in only
     results[second] = [{"seed": 1, "failed": "x"}, {"seed": 2, "diverged": "step 3"}]
-    assert caption(results) == (
+    assert caption(results, numeric=True) == (
         "Mean of 1 to 2 seeds; bars: standard deviation. 1 of 4 runs diverged, 1 of 4 runs failed."
     )
     nothing = {first: [{"seed": 1, "failed": "x"}]}
@@ -211,17 +231,51 @@ def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
     text = page(results, "deepfast mt sweep x", "this machine")
     assert text.startswith("# model.norm and model.dlcl\n")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert lines[0].startswith("| `model.norm` | `model.dlcl` | parameters | dev NLL | BLEU |")
-    assert lines[2].startswith("| pre | {norm: null} | - | 1.500 ± 0.000 | 20.5 ± 0.7 |")
+    assert lines[0].startswith("| `model.norm` | `model.dlcl` | dev NLL | difference | BLEU |")
+    assert lines[2].startswith("| pre | {norm: null} | 1.500 ± 0.000 | baseline | 20.5 ± 0.7 |")
     assert lines[2].endswith("| 2 | 0 of 2 | - |")
-    assert lines[3].startswith("| post | {norm: null} | - | - | - |")
-    assert lines[3].endswith("| 1 MiB | - | 1 | 1 of 1 | 1 of 2 |")
+    assert lines[3] == "| post | {norm: null} | - | - | - | - | 1 | 1 of 1 | 1 of 2 |"
+    assert lines[-1] == "| post | {norm: null} | - | - | 1 MiB | - |"
     assert "- model.norm=post, model.dlcl={norm: null}, seed 1: exit 1: data: no text\n" in text
     assert "seed 2: diverged, step 3: the loss is nan\n" in text
     assert "](sweep.svg)" in text
+    assert "With 2 seeds it has\n1 degree of freedom and reaches 12.7 standard errors" in text
+
+
+def test_differences_are_those_of_the_same_seed():
+    base = [{"seed": seed, "nll": x} for seed, x in ((1, 2.0), (2, 3.0), (3, 2.5))]
+    ours = [{"seed": seed, "nll": x} for seed, x in ((3, 2.1), (1, 1.5), (2, 2.4), (4, 9.0))]
+    found = differences(ours, base, "nll")
+    assert found == pytest.approx([-0.4, -0.5, -0.6])
+    # t of 2 degrees of freedom, times 0.1 / sqrt(3).
+    assert interval(found) == pytest.approx((-0.5 - 4.303 * 0.057735, -0.5 + 4.303 * 0.057735))
+    assert interval([1.0]) is None
+    assert learned([{"curve": []} | run for run in ours], base)[1] == "-0.500 (-0.748 to -0.252)"
+    moved = [run | {"curve": [], "nll": run["nll"] + 0.4} for run in ours]
+    assert learned(moved, base)[1] == "-0.100 (-0.348 to +0.148), inside the noise"
+    assert learned(moved[:1], base)[1] == "+0.000"
+
+
+def test_resampled_sentences_are_the_same_of_all_runs():
+    rng = random.Random(0)
+    references = [" ".join(rng.choices("abcdefg", k=rng.randint(4, 9))) for _ in range(200)]
+
+    def run(kept, seed=1):
+        lines = [" ".join(w for w in line.split() if rng.random() < kept) for line in references]
+        return {"seed": seed, "sentences": sentence_counts(lines, references)}
+
+    good, bad = [run(0.9, 1), run(0.9, 2)], [run(0.6, 1), run(0.6, 2)]
+    low, high = sentence_interval(good, bad)
+    assert 0 < low < high < 100
+    # Paired: a run against itself has no noise, whatever sentences are drawn.
+    assert sentence_interval(good, good) == (0.0, 0.0)
+    assert resampled(good[0]["sentences"]).std() > 0
+    assert sentence_interval(good, [{"seed": 1}]) is None
+    assert sentence_interval(good, [run(0.9, 7)]) is None
 
 
 def test_a_run_without_validation_or_with_losses_that_are_null():
     assert not diverged({"curve": []})
     assert diverged({"curve": [[1, 2.0], [2, None]]})
-    assert cells([]) == ["-", "-", "-", "-", "-", "-", "0", "-"]
+    assert cost([]) == ["-", "-", "-", "-"]
+    assert learned([], [{"seed": 1, "nll": 1.0}]) == ["-", "-", "-", "-", "0", "-", "-"]

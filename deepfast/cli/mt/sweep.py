@@ -1,53 +1,58 @@
 """Trains a recipe once for every value of a key and every seed, and compares the runs.
 
---over KEY=VALUE,VALUE may be repeated: then every combination is a point. A value is YAML, as in
-key=value of deepfast mt train; commas inside brackets, braces and quotes belong to it. So a value
-may be a list, or several keys of a section:
+What is compared is either the section sweep of the recipe's file: systems by name, each with its
+keys, seeds, and pilots that choose a rate for each (`deepfast.mt.sweep.grid` shows one); or
+--over KEY=VALUE,VALUE. That may be repeated: then every combination is a point. A value is YAML, as
+in key=value of deepfast mt train; commas inside brackets, braces and quotes belong to it. So a
+value may be a list, or several keys of a section:
 
   --over "optim.betas=[0.9, 0.98],[0.9, 0.999]"
   --over "model.dlcl={},{norm: null},{learnable: false, init: one}"
 
-Each run is a process with a folder of its own in --output. The folder gets sweep.md, a table with
-mean and standard deviation; sweep.svg, BLEU and dev NLL over the first key, with a curve for each
-combination of the others; and sweep.json. A run that diverges or fails is a line of the table.
+The plan comes first: 20 steps of every point are measured and tell the hours and the memory. With
+--plan the command ends there.
 
-Ctrl-C saves and ends all runs. The same command resumes them; finished runs are not made again.
-Where a recipe has test pairs, runs translate them at the end, unless train.test_bleu=false is
-given."""
+Each run is a process with a folder of its own in --output. The folder gets sweep.md, a page with
+the mean over the seeds and the difference to the first point, each with its spread; sweep.svg, BLEU
+and dev NLL; sweep_curves.svg, dev NLL over steps and time; and sweep.json. A run that diverges or
+fails is counted there.
+
+Ctrl-C saves and ends all runs. The same command resumes them; finished runs are not made again: the
+files settings.json and result.json of a run are enough for that. Where a recipe has test pairs,
+runs translate them at the end, unless train.test_bleu=false is given."""
+
+from __future__ import annotations
 
 import argparse
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepfast import checks
 from deepfast.memory.units import parse_bytes
+
+if TYPE_CHECKING:
+    from deepfast.mt.sweep.grid import Point
 
 EXAMPLE = "deepfast mt sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--over", action="append", required=True, metavar="KEY=VALUE,VALUE",
-        help="a key of the recipe and its values; may be repeated",
+        "--over", action="append", metavar="KEY=VALUE,VALUE",
+        help="a key of the recipe and its values; may be repeated; default: the recipe's systems",
     )  # fmt: skip
-    add_run_arguments(parser, suffix="-sweep")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
-    """Adds the arguments of a command that runs a recipe many times; ``suffix`` ends the name of
-    its folder."""
     parser.add_argument("recipe", help="a YAML file, or a name from deepfast mt train --list")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
-    parser.add_argument("--seeds", type=int, default=1, help="how many runs of each; default: 1")
-    add_process_arguments(parser)
-    help = f"folder; default: the recipe's output with {suffix} at its end"
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="a system of the recipe; may be repeated"
+    )
+    parser.add_argument("--seeds", type=int, help="runs of each; default: the recipe's, or 1")
+    parser.add_argument("--plan", action="store_true", help="end after the plan")
+    help = "folder; default: the recipe's output with -sweep at its end"
     parser.add_argument("--output", type=Path, help=help)
-
-
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the processes that make runs."""
     parser.add_argument("--jobs", type=int, default=1, help="processes at once; default: 1")
     text = "CPU threads of each process; default: the cores divided by --jobs"
     parser.add_argument("--threads", type=int, help=text)
@@ -58,11 +63,13 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def processes_of(op: str, args: argparse.Namespace) -> Any:
+def _processes(args: argparse.Namespace) -> Any:
     """These arguments as `deepfast.mt.sweep.runs.Processes`; checked, as is --seeds."""
-    checks.whole(op, seeds=args.seeds, jobs=args.jobs)
+    checks.whole("sweep", jobs=args.jobs)
+    if args.seeds is not None:
+        checks.whole("sweep", seeds=args.seeds)
     if args.threads is not None:
-        checks.whole(op, most=checks.MOST_THREADS, threads=args.threads)
+        checks.whole("sweep", most=checks.MOST_THREADS, threads=args.threads)
     memory = None if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     from deepfast.mt.sweep.runs import Processes
 
@@ -72,40 +79,91 @@ def processes_of(op: str, args: argparse.Namespace) -> Any:
 def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
     from deepfast.files import require, write_atomically
-    from deepfast.measure.machine import environment
-    from deepfast.measure.sweep_picture import draw
-    from deepfast.mt.sweep.grid import points, runs_of
+    from deepfast.machine import environment
+    from deepfast.measure.sweep_picture import draw, draw_learning
+    from deepfast.mt.sweep.grid import points, runs_of, systems
+    from deepfast.mt.sweep.plan import plan
     from deepfast.mt.sweep.runs import compare
     from deepfast.mt.sweep.table import page
+    from deepfast.mt.training import RecipeError
     from deepfast.mt.training.run_folder import only_run
 
-    processes = processes_of("sweep", args)
+    processes = _processes(args)
     require("matplotlib", "drawing a sweep")
-    chosen = points(args.over)
-    runs = runs_of(args.recipe, args.overrides, chosen, args.seeds, args.output)
-    folder = runs[chosen[0]][0].folder.parents[1]
-    words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over)]
-    command = shlex.join(["deepfast", "mt", "sweep", *words, f"--seeds={args.seeds}"])
+    if args.over and args.only:
+        raise RecipeError("--only: expected no --over beside it, which has no names")
+    chosen, seeds, pilots = (
+        (points(args.over), 1, None) if args.over else systems(args.recipe, args.only or ())
+    )
+    if args.seeds is not None:
+        chosen, seeds = [replace(point, seeds=None) for point in chosen], args.seeds
+
+    def made(which: list, seeds: int, *more: str, where: Path | None = args.output) -> dict:
+        return runs_of(args.recipe, [*args.overrides, *more], which, seeds, where)
+
+    runs = made(chosen, seeds)
+    folder = next(iter(runs.values()))[0].folder.parents[1]
+    trials: dict = {point: {} for point in chosen}
+    if pilots is not None:
+        short = f"train.max_steps={pilots.steps}", "train.test_bleu=false"
+        for point, own in pilots.of(chosen).items():
+            own = [replace(pilot, seeds=1) for pilot in own]
+            trials[point] = made(own, 1, *short, where=folder / "pilots")
+
+    def decided(point: Point, tried: dict) -> list:
+        """The runs of a point with the value that its pilots chose."""
+        best = pilots.best(tried) or next(iter(tried))
+        (own,) = made([replace(point, own=(*point.own, best.overrides[-1]))], seeds).values()
+        return own
+
+    def left(point: Point) -> list:
+        """The runs of a point that have no result."""
+        known = {pilot: [run.result()] for pilot, (run,) in trials[point].items()}
+        waiting = [run for pilot, own in trials[point].items() for run in own
+                   if known[pilot] == [None]]  # fmt: skip
+        if waiting:
+            # Until they are known, the settings of the others are not.
+            return [*waiting, *runs[point]]
+        own = decided(point, known) if known else runs[point]
+        return [run for run in own if run.result() is None]
+
+    words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
+    words += [*(f"--only={name}" for name in args.only or ()), f"--seeds={seeds}"]
+    command = shlex.join(["deepfast", "mt", "sweep", *words])
     machine = environment()
     values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
               for at, key in enumerate(chosen[0].keys)}  # fmt: skip
+    tried: dict = {}
 
     def write(results: dict) -> None:
-        known = {point: list(own.values()) for point, own in results.items() if own}
+        known = {point: list(own.values()) for point, own in results.items()}
         content = {
             "command": command,
             "machine": machine,
             "over": values,
-            "points": [{"values": dict(p.changes), "runs": own} for p, own in known.items()],
+            "points": [{"values": dict(p.changes), "runs": own} for p, own in known.items() if own],
         }
-        write_atomically(folder / "sweep.md", page(known, command, here()).encode())
+        text = page(known, command, here(), pilots, tried)
+        write_atomically(folder / "sweep.md", text.encode())
         write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
-        draw(known, chosen, folder / "sweep.svg")
+        draw(known, list(known), folder / "sweep.svg")
+        draw_learning(known, folder / "sweep_curves.svg")
 
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))
+        planned = plan({point: left(point) for point in chosen}, processes, folder)
+        if planned is not None or args.plan:
+            print(planned or "plan: nothing to measure: no run is left, or all are short")
+        if args.plan:
+            return 0
+        if pilots is not None:
+            found = compare({pilot: own for each in trials.values() for pilot, own in each.items()},
+                            processes)  # fmt: skip
+            tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
+                     for point, own in trials.items()}  # fmt: skip
+            runs = {point: decided(point, tried[point]) for point in chosen}
         results = compare(runs, processes, write)
-    for name in ("sweep.md", "sweep.svg", "sweep.json"):
+    for name in ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep.json"):
         print(folder / name)
     return int(any("failed" in found for own in results.values() for found in own.values()))
 
@@ -127,7 +185,7 @@ def here() -> str:
     """This machine in words."""
     import torch
 
-    from deepfast.measure.machine import cpu_model
+    from deepfast.machine import cpu_model
     from deepfast.mt.sweep.runs import cores
 
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""

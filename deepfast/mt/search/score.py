@@ -8,6 +8,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+from torch import Tensor
+
 from deepfast.files import require
 from deepfast.mt.data import split_tag
 
@@ -159,3 +162,34 @@ def bleu_against(references: Sequence[str]) -> Callable[[Sequence[str]], float]:
 
     metric = BLEU(tokenize="13a", references=[list(references)])
     return lambda hypotheses: metric.corpus_score(list(hypotheses), None).score
+
+
+def sentence_counts(hypotheses: Sequence[str], references: Sequence[str]) -> str:
+    """What the cased BLEU of any of these sentences is computed from (`bleu_of_counts`): for each
+    sentence its matching 1-, 2-, 3- and 4-grams, its tokens and those of its reference. Integers
+    with spaces between them, sentences with semicolons."""
+    require("sacrebleu", "scoring")
+    from sacrebleu.metrics import BLEU
+
+    score = BLEU(tokenize="13a", effective_order=True).sentence_score
+    found = (score(h, [r]) for h, r in zip(hypotheses, references, strict=True))
+    return ";".join(" ".join(map(str, (*s.counts, s.sys_len, s.ref_len))) for s in found)
+
+
+def counts_of(text: str) -> Tensor:
+    """`sentence_counts` as a table (S, 10): the matching n-grams of each sentence, all its n-grams,
+    its tokens and those of its reference."""
+    rows = torch.tensor([[int(x) for x in line.split()] for line in text.split(";")])
+    matching, length, reference = rows.split((4, 1, 1), 1)
+    return torch.cat((matching, (length - torch.arange(4)).clamp(min=0), length, reference), 1)
+
+
+def bleu_of_counts(counts: Tensor) -> float:
+    """The cased BLEU, 0 to 100, of the sentences whose rows add up to ``counts`` (10,)."""
+    from sacrebleu.metrics import BLEU
+
+    *grams, length, reference = counts.tolist()
+    found = BLEU.compute_bleu(
+        correct=grams[:4], total=grams[4:], sys_len=length, ref_len=reference, smooth_method="exp"
+    )
+    return found.score

@@ -1,35 +1,63 @@
-"""The points of a sweep: every combination of the values of its keys."""
+"""The points of a sweep, its pilots, and the runs of each.
+
+A point is a combination of the values of ``--over``, or a system of the recipe's section `sweep`::
+
+    sweep:
+      seeds: 3                       # runs of each system; default 1
+      pilots:                        # optional: each system takes the value with the lowest dev NLL
+        key: optim.lr
+        values: [1e-3, 2e-3, 4e-3]
+        steps: 500                   # of one short run for each value, with the first seed
+      systems:                       # the first is the baseline
+        pre-norm: {}
+        DLCL: {model: {encoder_connection: dlcl}}
+        post-norm: {model: {norm: post}, seeds: 1}
+        Deep-Att: {recipe: phrases-fflstm}    # model and rates of another recipe
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from deepfast.checks import is_whole
 from deepfast.files import require
-from deepfast.mt.sweep.runs import Run, seeded
+from deepfast.mt.sweep.runs import Result, Run, seeded
 from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.mt.training.errors import expect
+from deepfast.mt.training.recipe_file import read_recipe_file
 
 DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output"}
 """Keys that a sweep sets itself, and the option that decides them."""
 LONGEST = 100
 """Characters of a folder's name."""
+SYSTEM = "system"
+"""What stands above the names of systems."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values: a line of the table."""
+    """One combination of values, or one system: a line of the table."""
 
     changes: tuple[tuple[str, str], ...]
-    """Every key of the sweep, and its value as text of YAML."""
+    """Every key of the sweep, and its value as text of YAML; `SYSTEM` has the name of a system."""
+    own: tuple[str, ...] = ()
+    """Overrides of a system."""
+    recipe: str | None = None
+    """The recipe of a system's model and rates; None: the sweep's."""
+    seeds: int | None = None
+    """Runs of a system; None: as many as of the others."""
 
     @property
     def overrides(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.changes]
+        plain = [f"{key}={value}" for key, value in self.changes if key != SYSTEM]
+        return [*self.own, *plain]
 
     @property
     def keys(self) -> list[str]:
@@ -41,16 +69,45 @@ class Point:
 
     @property
     def name(self) -> str:
-        return ", ".join(self.overrides)
+        return ", ".join(
+            value if key == SYSTEM else f"{key}={value}" for key, value in self.changes
+        )
 
     @property
     def folder(self) -> str:
-        """A name that a shell takes as one word. Where letters were replaced, a digest keeps
-        different points apart."""
-        text = ",".join(self.overrides)
+        """A name that a shell takes as one word. Where letters were replaced in values, a digest
+        keeps different points apart."""
+        text = self.name.replace(", ", ",")
+        if SYSTEM in self.keys:
+            text = text.replace(" ", "-")
         plain = re.sub(r"[^\w.,=+-]+", "_", text)[:LONGEST]
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return plain if plain == text else f"{plain}-{digest}"
+
+    def having(self, key: str, value: str) -> Point:
+        """This point with one more key."""
+        return replace(self, changes=(*self.changes, (key, value)))
+
+
+@dataclass(frozen=True)
+class Pilots:
+    """Short runs that choose one value of a key for each point."""
+
+    key: str
+    values: tuple[str, ...]
+    steps: int
+
+    def of(self, chosen: Sequence[Point]) -> dict[Point, list[Point]]:
+        """The pilots of every point."""
+        return {point: [point.having(self.key, value) for value in self.values] for point in chosen}
+
+    def best(self, results: Mapping[Point, Sequence[Result]]) -> Point | None:
+        """The pilot with the lowest dev NLL; None where none has one."""
+        found = {
+            pilot: run["nll"] for pilot, runs in results.items() for run in runs
+            if run.get("nll") is not None
+        }  # fmt: skip
+        return min(found, key=found.__getitem__, default=None)
 
 
 def points(overs: Sequence[str]) -> list[Point]:
@@ -68,10 +125,7 @@ def points(overs: Sequence[str]) -> list[Point]:
         key = key.strip()
         example = "KEY=VALUE,VALUE, such as model.encoder_layers=6,12"
         expect(bool(equals and key), "--over", example, text)
-        if key in DECIDED:
-            raise RecipeError(
-                f"--over: expected another key than {key}, which {DECIDED[key]} decides"
-            )
+        _undecided("--over", key)
         if key in changes:
             raise RecipeError(f"--over: expected each key once, got {key} twice")
         values = _split(rest)
@@ -83,6 +137,11 @@ def points(overs: Sequence[str]) -> list[Point]:
     return [Point(combination) for combination in itertools.product(*changes.values())]
 
 
+def _undecided(where: str, key: str) -> None:
+    if key in DECIDED:
+        raise RecipeError(f"{where}: expected another key than {key}, which {DECIDED[key]} decides")
+
+
 def _split(text: str) -> list[str]:
     """The elements of a list of YAML, as they are written; none if it is not such a list."""
     yaml = require("yaml", "reading the values of a sweep")
@@ -92,6 +151,72 @@ def _split(text: str) -> list[str]:
     except (yaml.YAMLError, RecursionError):
         return []
     return [text[each.start_mark.index : each.end_mark.index] for each in found]
+
+
+def systems(recipe: str, only: Sequence[str] = ()) -> tuple[list[Point], int, Pilots | None]:
+    """The systems of a recipe's section `sweep`, the runs of each, and the pilots.
+
+    Args:
+        only: names of systems; none: all.
+
+    Raises:
+        RecipeError: the recipe has no such section, or it cannot be used.
+    """
+    section = read_recipe_file(recipe)[0].get("sweep")
+    if section is None:
+        raise RecipeError(
+            f"{recipe}: expected a section sweep, or --over KEY=VALUE,VALUE, got neither"
+        )
+    _keys(f"{recipe}: sweep", section, ("systems", "seeds", "pilots"))
+    given = section.get("systems")
+    expect(isinstance(given, dict) and bool(given), "sweep.systems", "names with their keys", given)
+    for name in only:
+        expect(name in given, "--only", f"one of {', '.join(map(str, given))}", name)
+    found = [_system(str(name), {} if changes is None else changes)
+             for name, changes in given.items() if not only or name in only]  # fmt: skip
+    same = {point.folder for point in found}
+    expect(
+        len(same) == len(found),
+        "sweep.systems",
+        "names that differ in more than a space and a hyphen",
+        given,
+    )
+    seeds = section.get("seeds", 1)
+    expect(is_whole(seeds) and seeds > 0, "sweep.seeds", "an integer of at least 1", seeds)
+    return found, seeds, _pilots(section.get("pilots"))
+
+
+def _keys(where: str, value: Any, known: Sequence[str]) -> None:
+    expect(isinstance(value, dict), where, f"keys among {', '.join(known)}", value)
+    unknown = [key for key in value if key not in known]
+    expect(not unknown, where, f"keys among {', '.join(known)}", unknown[:1])
+
+
+def _system(name: str, changes: Any) -> Point:
+    where = f"sweep.systems.{name}"
+    expect(isinstance(changes, dict), where, "keys and values of a recipe", changes)
+    changes = dict(changes)
+    recipe, seeds = changes.pop("recipe", None), changes.pop("seeds", None)
+    expect(recipe is None or isinstance(recipe, str), f"{where}.recipe", "a recipe's name", recipe)
+    fits = seeds is None or (is_whole(seeds) and seeds > 0)
+    expect(fits, f"{where}.seeds", "an integer of at least 1", seeds)
+    for key in changes:
+        _undecided(where, key)
+    own = tuple(f"{key}={json.dumps(value)}" for key, value in changes.items())
+    return Point(((SYSTEM, name),), own, recipe, seeds)
+
+
+def _pilots(given: Any) -> Pilots | None:
+    if given is None:
+        return None
+    _keys("sweep.pilots", given, ("key", "values", "steps"))
+    key, values, steps = (given.get(name) for name in ("key", "values", "steps"))
+    expect(isinstance(key, str), "sweep.pilots.key", "a key of a recipe, such as optim.lr", key)
+    _undecided("sweep.pilots.key", key)
+    fits = isinstance(values, list) and len(values) > 1
+    expect(fits, "sweep.pilots.values", "a list of two values or more", values)
+    expect(is_whole(steps) and steps > 0, "sweep.pilots.steps", "an integer of at least 1", steps)
+    return Pilots(key, tuple(map(str, values)), steps)
 
 
 def runs_of(
@@ -114,7 +239,13 @@ def runs_of(
     found = {}
     for point in chosen:
         given = [*overrides, *point.overrides]
-        plain = load_recipe(recipe, given)
+        if point.recipe is not None:
+            # Text and steps are those of all systems.
+            shared = load_recipe(recipe, overrides).to_dict()
+            common = [f"{section}.{key}={json.dumps(value)}" for section in ("data", "train")
+                      for key, value in shared[section].items()]  # fmt: skip
+            given = [*common, *point.overrides]
+        plain = load_recipe(point.recipe or recipe, given)
         if plain.data.tests and not any(text.startswith("train.test_bleu=") for text in given):
             given.append("train.test_bleu=true")
         if not (plain.data.validates or plain.data.tests):
@@ -122,5 +253,7 @@ def runs_of(
                 f"{recipe}: expected dev or test pairs to compare runs by, got neither"
             )
         folder = folder or Path(f"{plain.output}-sweep")
-        found[point] = seeded(point.name, recipe, given, seeds, folder / point.folder)
+        runs = seeded(point.name, point.recipe or recipe, given, point.seeds or seeds,
+                      folder / point.folder)  # fmt: skip
+        found[point] = runs
     return found

@@ -17,15 +17,23 @@ from pathlib import Path
 import torch
 
 from deepfast.files import write_atomically
+from deepfast.machine import environment
 from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.search.score import sentence_counts
 from deepfast.mt.sweep.runs import INTERRUPTED, RESULT, read_recipe
 from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train
-from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.corpus import held_out, load_corpus
 from deepfast.mt.training.environment import SIGNALS, peak_bytes, resolve_device, settings
 from deepfast.mt.training.growing import second_run
 from deepfast.mt.training.memory import set_policy
+from deepfast.mt.training.optim import PREFIX
 from deepfast.mt.training.report import read_metrics
+from deepfast.mt.training.run import TRANSLATED
+from deepfast.mt.training.sections import DataSection
 from deepfast.mt.training.trainer import Trainer
+
+MACHINE = "date", "cpu", "system", "torch", "deepfast", "commit"
+"""What a result says of where it was made."""
 
 
 def micro_batches(recipe: Recipe) -> int | None:
@@ -71,8 +79,8 @@ def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def after(result: TrainResult) -> dict:
-    """What the run produced: curves, and the model that translates."""
+def after(result: TrainResult, data: DataSection) -> dict:
+    """What the run produced: curves, gradient norms, and the model that translates."""
     # A run in stages has a folder for each stage.
     stages = sorted(result.output.parent.glob("stage*")) or [result.output]
     curve, steps, seconds = [], 0, 0.0
@@ -85,26 +93,39 @@ def after(result: TrainResult) -> dict:
         measured = [row["measured_bytes"] for row in rows if row["event"] == "memory"]
         found |= {"live_bytes": measured[-1]} if measured else {}
     model, _ = load_model(result.for_translation)
+    first, last = trained[0], trained[-1]
+    if last["step"] > first["step"]:
+        found["step_seconds"] = (last["seconds"] - first["seconds"]) / (
+            last["step"] - first["step"]
+        )
     return found | {
         "model": model.describe(),
         "steps": steps,
         "seconds": seconds,
         "bleu": result.test_bleu,
+        "sentences": None if result.test_bleu is None else sentence_counts(
+            (result.output / TRANSLATED).read_text("utf-8").splitlines(),
+            [target for _, target in held_out(data)[1]],
+        ),
         "curve": curve,
         "nll": min(
             (x for x in (result.best_nll, result.average_nll) if x is not None), default=None
         ),
-        # Of the last stage. Other work on the machine disturbed the fastest line least.
+        # The rest is of the last stage.
+        "gradient_norms": [
+            {"step": row["step"]} | {k: row[k] for k in row if k.startswith(PREFIX)}
+            for row in (first, last)
+        ],
+        # Other work on the machine disturbed the fastest line least.
         "target_tokens_per_second": max(row["target_tokens_per_second"] for row in trained),
         "parameters": parameters(model),
-        # Of the shallow model inside one that has grown.
-        **({"bottom_parameters": parameters(model.bottom)} if hasattr(model, "bottom") else {}),
-    }
+    }  # fmt: skip
 
 
 def main(folder: Path) -> int:
     recipe = read_recipe(folder)
-    found = {"seed": recipe.train.seed} | before(recipe)
+    machine = environment()
+    found = {"seed": recipe.train.seed} | {key: machine[key] for key in MACHINE} | before(recipe)
     try:
         result = train(recipe)
     except NotFiniteError as error:
@@ -112,9 +133,10 @@ def main(folder: Path) -> int:
     else:
         if result.stopped in SIGNALS:
             return INTERRUPTED
-        found |= after(result)
+        found |= after(result, recipe.data)
     found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))
-    write_atomically(folder / RESULT, json.dumps(found, indent=1).encode())
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    write_atomically(folder / RESULT, f"{{\n{lines}\n}}\n".encode())
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,9 +67,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """The recipe as JSON has it, without what the folder decides."""
-        plain = self.recipe.to_dict()
-        del plain["output"], plain["resume"]
-        return plain
+        return _without_place(self.recipe.to_dict())
 
     def result(self) -> Result | None:
         """What the run found; None if it has not finished.
@@ -78,7 +77,9 @@ class Run:
         """
         path = self.folder / SETTINGS
         if path.exists():
-            other = differences(read_object(path, data=dict), self._settings())
+            # With the keys that are newer than the file.
+            before = recipe_from_dict(read_object(path, data=dict)).to_dict()
+            other = differences(_without_place(before), self._settings())
             more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
             got = f"other settings ({', '.join(other[:SHOWN])}{more})" if other else None
         else:
@@ -110,6 +111,10 @@ class Run:
         lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
         why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return {"seed": self.seed, "failed": f"{why}: {lines[-1] if lines else 'no output'}"}
+
+
+def _without_place(plain: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in plain.items() if key not in ("output", "resume")}
 
 
 def read_object(path: Path, **keys: type) -> dict[str, Any]:
@@ -203,8 +208,8 @@ def compare(
             written = time.monotonic()
 
     try:
-        turns = zip(*lines.values(), strict=True)
-        run_all([run for turn in turns for run in turn], report, processes)
+        turns = zip_longest(*lines.values())
+        run_all([run for turn in turns for run in turn if run], report, processes)
     finally:
         if write is not None and done:
             write(so_far())

@@ -76,10 +76,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: there is no such recipe, its YAML cannot be read, a key is unknown, or a value
             has a wrong type or is out of range.
     """
-    text, where = _read(name)
-    tree = _parse(text, where)
-    if not isinstance(tree, dict):
-        raise RecipeError(f"{where}: expected keys and values, got {type(tree).__name__}")
+    tree, where = read_recipe_file(name)
+    # Only `deepfast mt sweep` reads it.
+    tree.pop("sweep", None)
     flat = _flatten(tree, where)
     for override in overrides:
         where = f"{override:.100}"
@@ -92,6 +91,19 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
         flat |= changes
     return _build(flat)
+
+
+def read_recipe_file(name: str | Path) -> tuple[dict[str, Any], str]:
+    """The sections of a recipe's file as they are written, and the file's name.
+
+    Raises:
+        RecipeError: there is no such recipe, or it does not hold keys and values in YAML.
+    """
+    text, where = _read(name)
+    tree = _parse(text, where)
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{where}: expected keys and values, got {type(tree).__name__}")
+    return tree, where
 
 
 def recipe_from_dict(tree: dict[str, Any]) -> Recipe:

@@ -18,6 +18,7 @@ import torch
 from deepfast.files import write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data import subwords
+from deepfast.mt.data.text import write_lines
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
@@ -55,6 +56,9 @@ from deepfast.mt.training.run_folder import (
 )
 from deepfast.mt.training.saving import Saving, read_start
 from deepfast.mt.training.trainer import Trainer
+
+TRANSLATED = "test.txt"
+"""The translations of the test part, a line for each sentence."""
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
@@ -264,7 +268,8 @@ class _Run:
             self._finite(trainer.train_step)
             if self.recipe.saves_memory and trainer.device.type == "cpu":
                 release_freed_memory()
-            if trainer.step % section.log_every == 0:
+            # The first step tells how gradients are at the start.
+            if trainer.step == 1 or trainer.step % section.log_every == 0:
                 self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
             if trainer.step % section.validate_every == 0:
                 self._validate()
@@ -325,7 +330,7 @@ class _Run:
         best = trainer.record(found.nll)
         row: dict[str, Any] = {"step": trainer.step} | found.row
         if self.section.validate_bleu:
-            row |= self._bleu(trainer.whole_model(), trainer.corpus.dev)
+            row |= self._bleu(trainer.whole_model(), trainer.corpus.dev)[0]
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
         if best:
             trainer.seconds = self.seconds
@@ -337,8 +342,11 @@ class _Run:
         self.trainer.seconds = self.seconds
         self.saved = self.ranks.saved = self.saving.step()
 
-    def _bleu(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> dict[str, float]:
-        """BLEU, 0 to 100; with several languages also that of each, and the first is their mean."""
+    def _bleu(
+        self, model: TranslationModel, pairs: list[tuple[str, str]]
+    ) -> tuple[dict[str, float], list[str]]:
+        """BLEU, 0 to 100; with several languages also that of each, and the first is their mean.
+        With the translations."""
         # Imported here, because training without BLEU needs no search.
         from deepfast.mt.search import bleu, translate_lines
 
@@ -352,15 +360,16 @@ class _Run:
         for other, part in enumerate(self.ranks.objects(translated)):
             outputs[other::size] = part
         if not corpus.languages:
-            return {"bleu": bleu(outputs, references).bleu}
+            return {"bleu": bleu(outputs, references).bleu}, outputs
         each = {
             f"bleu_{name}": bleu([outputs[i] for i in own], [references[i] for i in own]).bleu
             for name, own in by_language(pairs).items()
         }
-        return {"bleu": sum(each.values()) / len(each)} | each
+        return {"bleu": sum(each.values()) / len(each)} | each, outputs
 
     def _finish(self, stopped: str) -> TrainResult:
-        """Averages checkpoints; translates the test part with the better of average and best."""
+        """Averages checkpoints; translates the test part with the better of average and best, into
+        the file `TRANSLATED`."""
         result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
         step = {"step": trainer.step}
         if self.section.average_last:
@@ -374,7 +383,9 @@ class _Run:
         if self.section.test_bleu:
             path = result.for_translation
             model, _ = load_model(path, trainer.device)
-            scores = self._bleu(model, corpus.test)
+            scores, lines = self._bleu(model, corpus.test)
+            if self.ranks.first:
+                write_lines(self.folder / TRANSLATED, lines)
             result.test_bleu = scores["bleu"]
             self.report.log("test", step | scores | {"of": path.name}, seconds=self.seconds)
         return result

@@ -1,15 +1,18 @@
 """The points of a sweep, and the runs of each."""
 
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from deepfast.mt.sweep.grid import points, runs_of
+from deepfast.mt.sweep.grid import points, runs_of, systems
+from deepfast.mt.sweep.plan import steps_of
 from deepfast.mt.sweep.runs import read_recipe
-from deepfast.mt.training import RecipeError, recipe_names
+from deepfast.mt.training import RecipeError, load_recipe, recipe_names
+from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,105 @@ def test_the_runs_of_each_point(tmp_path):
     assert not found[chosen[0]][0].recipe.train.test_bleu
 
 
+FILE = """
+data: {phrases: de}
+model: {dim: 16, encoder_connection: residual}
+sweep:
+  seeds: 2
+  pilots: {key: optim.lr, values: [1e-3, 0.002], steps: 7}
+  systems:
+    plain net: {}
+    DLCL: {model: {encoder_connection: dlcl}, seeds: 3}
+    LSTM: {recipe: phrases-fflstm, model.dim: 24}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "own.yaml").write_text(FILE)
+    return str(tmp_path / "own.yaml")
+
+
+def test_systems_of_a_file(file, tmp_path):
+    chosen, seeds, pilots = systems(file)
+    assert [point.name for point in chosen] == ["plain net", "DLCL", "LSTM"]
+    assert [point.folder for point in chosen] == ["plain-net", "DLCL", "LSTM"]
+    runs = runs_of(file, ["data.train_size=500"], chosen, seeds, tmp_path)
+    plain, dlcl, lstm = runs.values()
+    assert [len(own) for own in runs.values()] == [2, 3, 2]
+    assert (plain[0].recipe.model["encoder_connection"], plain[0].seed) == ("residual", 1)
+    assert dlcl[0].recipe.model["encoder_connection"] == "dlcl"
+    # Model and rates are those of its recipe, text and steps those of all.
+    assert lstm[0].recipe.model["kind"] == "fast_forward_lstm"
+    assert (lstm[0].recipe.model["dim"], lstm[0].recipe.optim.lr) == (24, 4e-3)
+    assert lstm[0].recipe.data == plain[0].recipe.data
+    assert lstm[0].recipe.data.train_size == 500
+    assert lstm[0].recipe.train.max_steps == plain[0].recipe.train.max_steps
+    (point,) = systems(file, ["DLCL"])[0]
+    tried = pilots.of([point])[point]
+    assert [pilot.overrides[-1] for pilot in tried] == ["optim.lr=1e-3", "optim.lr=0.002"]
+    assert tried[0].folder == "DLCL,optim.lr=1e-3"
+    low, high, none = ([{"nll": x}] for x in (1.0, 2.0, None))
+    assert pilots.best({tried[0]: high, tried[1]: low}) == tried[1]
+    assert pilots.best({tried[0]: none, tried[1]: high}) == tried[1]
+    assert pilots.best({tried[0]: none, tried[1]: [{"failed": "x"}]}) is None
+    # Training ignores the section.
+    assert load_recipe(file).model["dim"] == 16
+
+
+@pytest.mark.parametrize("name", ["phrases-systems", "phrases-growing", "multi30k-depth"])
+def test_every_system_that_ships_is_a_recipe(name, tmp_path):
+    chosen, seeds, _ = systems(name)
+    files = itertools.product(("train", "dev", "test"), ("source", "target"))
+    given = load_recipe(name).data.phrases is not None
+    text = [] if given else [f"data.{part}_{side}=file" for part, side in files]
+    found = runs_of(name, text, chosen, seeds, tmp_path)
+    settings = [json.dumps(own[0].recipe.to_dict(), sort_keys=True) for own in found.values()]
+    assert len(set(settings)) == len(chosen)
+    lengths = set()
+    for own in found.values():
+        recipe = own[0].recipe
+        lengths.add(steps_of(own[0]))
+        assert recipe.train.test_bleu
+    assert len(lengths) == (2 if name == "phrases-growing" else 1)
+
+
+def test_every_kind_of_fusion_is_a_system():
+    chosen, *_ = systems("phrases-systems")
+    models = [
+        own[0].recipe.model for own in runs_of("phrases-systems", [], chosen, 1, None).values()
+    ]
+    for kind in FUSIONS:
+        (model,) = (model for model in models if model.get("encoder_fusion") == kind)
+        assert model["decoder_fusion"] == kind
+        assert set(model.get("fusion") or {}) <= set(OPTIONS[kind])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("seeds: 2", "seeds: 0"), "sweep.seeds: expected an integer of at least 1, got 0"),
+        (("seeds: 2", "sides: 2"), "sweep: expected keys among systems, seeds, pilots, got"),
+        (("seeds: 3", "seeds: x"), "sweep.systems.DLCL.seeds: expected an integer of at least 1"),
+        (("plain net: {}", "plain net: 3"), "sweep.systems.plain net: expected keys and values"),
+        (("plain net: {}", "plain net: {output: x}"), "another key than output, which --output de"),
+        (("steps: 7", "steps: null"), "sweep.pilots.steps: expected an integer of at least 1, got"),
+        (("[1e-3, 0.002]", "1e-3"), "sweep.pilots.values: expected a list of two values"),
+        (("key: optim.lr", "key: train.seed"), "expected another key than train.seed, which --se"),
+        (("plain net: {}", "DLCL : {}"), "the key DLCL occurs twice"),
+        (("plain net: {}", "LSTM 1: {}\n    LSTM-1: {}"), "names that differ in more than a space"),
+        (("recipe: phrases-fflstm", "recipe: 3"), "sweep.systems.LSTM.recipe: expected a recipe's"),
+    ],
+)  # fmt: skip
+def test_a_section_that_is_refused(file, change, sentence):
+    text = FILE.replace(*change)
+    assert text != FILE
+    Path(file).write_text(text)
+    with pytest.raises(RecipeError) as error:
+        systems(file)
+    assert sentence in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("overs", "overrides", "sentence"),
     [
@@ -84,13 +186,13 @@ def test_the_commands_of_the_page_can_run(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "translation.md").read_text()
     page = page.replace("\\\n", "")
     commands = re.findall(r"^    deepfast mt sweep (phrases.*)$", page, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 5
     for command in commands:
         recipe, *words = shlex.split(command)
         overs = [value for option, value in itertools.pairwise(words) if option == "--over"]
         given = [word for word in words if "=" in word and word not in overs]
-        chosen = points(overs)
-        assert len(runs_of(recipe, given, chosen, 3, tmp_path)) == len(chosen) >= 5
+        chosen = points(overs) if overs else systems(recipe)[0]
+        assert len(runs_of(recipe, given, chosen, 3, tmp_path)) == len(chosen) >= 3
 
 
 def one_run(name, tmp_path):

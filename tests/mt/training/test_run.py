@@ -31,7 +31,7 @@ def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
     result = train(recipe, quiet=True)
     assert capsys.readouterr().out == ""
     losses = rows(result.output, "train")
-    assert [row["step"] for row in losses] == [20, 40, 60]
+    assert [row["step"] for row in losses] == [1, 20, 40, 60]
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
     assert [row["step"] for row in rows(result.output, "valid")] == [20, 40, 60]
     assert (result.step, result.stopped, result.best_nll) == (60, "max_steps", min(

@@ -25,7 +25,7 @@ def cpu_model() -> str:
 
 def git_commit() -> str | None:
     """The commit of a source checkout, with ``+`` if files differ from it; None elsewhere."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
     # Tags are not wanted: the name of a commit is its hash alone.

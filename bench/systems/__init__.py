@@ -1,1 +1,0 @@
-"""Trains every system at small size on the same sentences and writes one table: `make systems`."""
