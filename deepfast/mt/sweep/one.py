@@ -5,7 +5,6 @@ python -m deepfast.mt.sweep.one FOLDER
 The folder holds the recipe (`runs.Run.write`). The result is written beside it.
 """
 
-import json
 import math
 import signal
 import sys
@@ -16,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from deepfast.files import write_atomically
 from deepfast.machine import environment
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search.score import sentence_counts
-from deepfast.mt.sweep.runs import INTERRUPTED, RESULT, read_recipe
+from deepfast.mt.sweep.runs import INTERRUPTED, read_recipe, write_result
 from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train
 from deepfast.mt.training.corpus import held_out, load_corpus
 from deepfast.mt.training.environment import SIGNALS, peak_bytes, resolve_device, settings
@@ -135,8 +133,7 @@ def main(folder: Path) -> int:
             return INTERRUPTED
         found |= after(result, recipe.data)
     found["process_bytes"] = peak_bytes(resolve_device(recipe.train.device))
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
-    write_atomically(folder / RESULT, f"{{\n{lines}\n}}\n".encode())
+    write_result(folder, found)
     return 0
 
 

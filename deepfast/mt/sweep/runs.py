@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -53,6 +53,8 @@ class Run:
     """What people read, such as "model.encoder_layers=6"."""
     recipe: Recipe
     folder: Path
+    process: ClassVar[tuple[str, ...]] = PROCESS
+    """The command of its process, to which the folder is added."""
 
     @property
     def seed(self) -> int:
@@ -65,7 +67,7 @@ class Run:
             model = build(self.recipe.model_config(vocab_size=self.recipe.data.vocab_size))
         return sum(p.numel() for p in model.parameters())
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The recipe as JSON has it, without what the folder decides."""
         return _without_place(self.recipe.to_dict())
 
@@ -77,9 +79,7 @@ class Run:
         """
         path = self.folder / SETTINGS
         if path.exists():
-            # With the keys that are newer than the file.
-            before = recipe_from_dict(read_object(path, data=dict)).to_dict()
-            other = differences(_without_place(before), self._settings())
+            other = differences(self.completed(read_object(path)), self.settings())
             more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
             got = f"other settings ({', '.join(other[:SHOWN])}{more})" if other else None
         else:
@@ -91,6 +91,11 @@ class Run:
             )
         return self._found() if (self.folder / RESULT).exists() else None
 
+    @staticmethod
+    def completed(plain: dict[str, Any]) -> dict[str, Any]:
+        """Settings that were read, with the keys that are newer than their file."""
+        return _without_place(recipe_from_dict(plain).to_dict())
+
     def _found(self) -> Result:
         path = self.folder / RESULT
         found = read_object(path, seed=int, process_bytes=int)
@@ -101,7 +106,7 @@ class Run:
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
         make_folder(self.folder)
-        text = json.dumps(self._settings(), indent=1)
+        text = json.dumps(self.settings(), indent=1)
         write_atomically(self.folder / SETTINGS, text.encode())
 
     def ended(self, code: int) -> Result:
@@ -138,6 +143,12 @@ def read_object(path: Path, **keys: type) -> dict[str, Any]:
             "folder with --output, or remove it"
         )
     return content
+
+
+def write_result(folder: Path, found: Result) -> None:
+    """A line for each key."""
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    write_atomically(folder / RESULT, f"{{\n{lines}\n}}\n".encode())
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -294,7 +305,7 @@ def _start(run: Run, threads: int | None) -> subprocess.Popen:
         # In a group of its own: Ctrl-C on the terminal reaches it once, from here. A second one
         # would end it before it has saved.
         return subprocess.Popen(
-            [*PROCESS, str(run.folder)],
+            [*run.process, str(run.folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
             process_group=0,
         )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Causal language models of 24 layers, plain and with six depth connections, over seeds.
+
+    python -m bench.language_model --train train.en.gz --dev val.en.gz --jobs 2
+
+The model is a GPT of plain torch, which `deepfast.connect` connects. Rates by pilots, seeds, rows
+and page are those of `deepfast mt sweep`; finished runs are not made again.
+"""
+
+import argparse
+import math
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepfast
+from deepfast.cli.mt.sweep import here
+from deepfast.files import write_atomically
+from deepfast.machine import environment
+from deepfast.measure.sweep_picture import draw, draw_learning
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.data.text import read_lines
+from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
+from deepfast.mt.sweep.one import MACHINE, parameters
+from deepfast.mt.sweep.runs import SETTINGS, Processes, Run, compare, read_object, write_result
+from deepfast.mt.sweep.table import page
+from deepfast.mt.training.environment import peak_bytes
+
+TWO_READS = {"sublayers": (("norm1", "attention"), ("norm2", "mlp"))}
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "pre-norm": None,
+    "DenseFormer": {"connection": "denseformer"},
+    "ELC-BERT's form": {},
+    "attention residuals": {"connection": "attnres"} | TWO_READS,
+    "attention residuals, 8 blocks": {"connection": "block_attnres", "block": 3} | TWO_READS,
+    "attention residuals, additive": {"connection": "attnres", "additive": "gated"} | TWO_READS,
+}
+"""Name -> arguments of `deepfast.connect`. ELC-BERT's blocks drop their input, so its loop is the
+model's own."""
+PILOTS = Pilots("lr", ("1e-3", "2e-3", "4e-3", "8e-3"), 500)
+SIZES = {"layers": 24, "dim": 128, "heads": 4, "ffn_dim": 256, "vocab_size": 3000, "length": 128,
+         "batch": 8, "dropout": 0.1, "warmup": 200, "validate_every": 150}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Causal attention of (B, T, D)."""
+
+    def __init__(self, dim: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """A pre-norm block. ``keeps``: whether its output begins with its input."""
+
+    def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float, keeps: bool):
+        super().__init__()
+        self.keeps = keeps
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        up, down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+        self.mlp = nn.Sequential(up, nn.GELU(), down, nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.attention(self.norm1(x))
+        x = x + branch if self.keeps else branch
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    """A GPT with learned positions and a tied head."""
+
+    def __init__(self, system: str, settings: dict[str, Any]):
+        super().__init__()
+        self.sizes = s = settings
+        dim, keeps = s["dim"], SYSTEMS[system] != {}
+        self.words, self.places = nn.Embedding(s["vocab_size"], dim), nn.Embedding(s["length"], dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, s["heads"], s["ffn_dim"], s["dropout"], keeps) for _ in range(s["layers"])
+        )
+        self.norm = nn.LayerNorm(dim)
+        # As nanoGPT begins: the last matrix of each branch is smaller.
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                ends = name.endswith(("out.weight", "mlp.2.weight"))
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * s["layers"]) if ends else 1))
+        options = SYSTEMS[system]
+        self.dlcl = None
+        if options:
+            deepfast.connect(self, "blocks", norm="pre", dim=dim, **options)
+        elif options is not None:
+            self.dlcl = deepfast.nn.DLCL(
+                s["layers"], dim, norm=None, softmax=True, init="newest", output_row=False
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) to (B, T, D)."""
+        x = self.words(tokens) + self.places.weight
+        x = F.dropout(x, self.sizes["dropout"], self.training)
+        if self.dlcl is not None:
+            history = deepfast.nn.DepthHistory()
+            x = self.dlcl(x, history)
+            for block in self.blocks:
+                x = self.dlcl(block(x), history)
+            return self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """The mean NLL of (B, T + 1) tokens after their first, nats."""
+        x = self(tokens[:, :-1]).flatten(0, 1)
+        return deepfast.ops.linear_cross_entropy(x, self.words.weight, tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True, eq=False)
+class TextRun(Run):
+    """One run: ``recipe`` is a dictionary of plain values."""
+
+    recipe: Any
+    process = (sys.executable, "-m", "bench.language_model", "--run")
+    parameters = 0
+
+    @property
+    def seed(self) -> int:
+        return self.recipe["seed"]
+
+    def settings(self) -> dict[str, Any]:
+        return self.recipe
+
+    completed = staticmethod(lambda plain: plain)
+
+
+def streams(settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The tokens of the training and the dev text, each sentence with eos."""
+    texts = [read_lines(settings[part]) for part in ("train", "dev")]
+    vocabulary = Vocabulary.train(texts[0], settings["vocab_size"])
+    return tuple(
+        torch.tensor([i for line in text for i in (*vocabulary.encode(line), vocabulary.eos_id)])
+        for text in texts
+    )
+
+
+def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
+    return stream[starts[:, None] + torch.arange(length + 1)]
+
+
+@torch.no_grad()
+def validate(model: Model, stream: Tensor) -> float:
+    """NLL of windows side by side, nats a token."""
+    length = model.sizes["length"]
+    model.eval()
+    starts = torch.arange(0, len(stream) - length, length)
+    losses = [model.loss(windows(stream, part, length)) for part in starts.split(32)]
+    model.train()
+    return float(
+        torch.stack(losses) @ torch.tensor([len(p) / len(starts) for p in starts.split(32)])
+    )
+
+
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    """One run; its result has the keys of a sweep's."""
+    torch.set_num_threads(1)
+    machine, began = environment(), time.perf_counter()
+    learned, dev = streams(settings)
+    torch.manual_seed(settings["seed"])
+    model = Model(settings["system"], settings)
+    order = torch.Generator().manual_seed(settings["seed"])
+    rate, warmup, length = float(settings["lr"]), settings["warmup"], settings["length"]
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
+    curve, norms, seconds = [], [], []
+    for step in range(1, settings["steps"] + 1):
+        start = time.perf_counter()
+        starts = torch.randint(len(learned) - length, (settings["batch"],), generator=order)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(step / warmup, (warmup / step) ** 0.5)
+        optimizer.zero_grad()
+        loss = model.loss(windows(learned, starts, length))
+        loss.backward()
+        if step in (1, settings["steps"]):
+            each = [nn.utils.get_total_norm([p.grad for p in block.parameters()])
+                    for block in model.blocks]  # fmt: skip
+            norms.append({"step": step, "grad_norm_blocks": [float(f"{n:.4g}") for n in each]})
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not math.isfinite(loss.item() + norm.item()):
+            return {"diverged": f"step {step}: the loss is {loss.item():g}"}
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+        if step % settings["validate_every"] == 0 or step == settings["steps"]:
+            curve.append([step, validate(model, dev)])
+            print(f"step {step}: dev NLL {curve[-1][1]:.4f}", flush=True)
+    return {key: machine[key] for key in MACHINE} | {
+        "steps": settings["steps"], "seconds": time.perf_counter() - began, "curve": curve,
+        "nll": min(nll for _, nll in curve), "bleu": None, "parameters": parameters(model),
+        "step_seconds": statistics.median(seconds), "gradient_norms": norms,
+        "target_tokens_per_second": settings["batch"] * length / statistics.median(seconds),
+    }  # fmt: skip
+
+
+def run_of(settings: dict[str, Any], folder: Path, point: Point, seed: int, **changes: Any) -> Run:
+    own = settings | {"system": point.changes[0][1], "seed": seed} | changes
+    return TextRun(point.name, own, folder / point.folder / f"seed-{seed}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--train", help="text, plain or gzip, a sentence in each line")
+    parser.add_argument("--dev", help="text to validate on")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("runs/language_model"))
+    parser.add_argument("--run", type=Path, help="the folder of one run, in its own process")
+    args = parser.parse_args(argv)
+    if args.run:
+        settings = read_object(args.run / SETTINGS, seed=int)
+        found = {"seed": settings["seed"]} | train(settings)
+        write_result(args.run, found | {"process_bytes": peak_bytes(torch.device("cpu"))})
+        return 0
+    if not args.train or not args.dev:
+        parser.error("expected --train and --dev, got none")
+    settings = SIZES | {"train": args.train, "dev": args.dev, "steps": args.steps}
+    make = partial(run_of, settings)
+    chosen = [Point(((SYSTEM, name),)) for name in SYSTEMS]
+    pilots, processes = PILOTS.of(chosen), Processes(args.jobs, 1)
+    steps = min(PILOTS.steps, args.steps)
+    lines = {
+        pilot: [make(args.output / "pilots", pilot, 1, lr=pilot.values[-1], steps=steps)]
+        for own in pilots.values() for pilot in own
+    }  # fmt: skip
+    done = compare(lines, processes)
+    tried = {point: {pilot: list(done[pilot].values()) for pilot in own}
+             for point, own in pilots.items()}  # fmt: skip
+    rates = {point: (PILOTS.best(tried[point]) or pilots[point][0]).values[-1] for point in chosen}
+    command = shlex.join(["python", "-m", "bench.language_model", *(argv or sys.argv[1:])])
+
+    def write(results: dict) -> None:
+        known = {point: list(own.values()) for point, own in results.items()}
+        text = page(known, command, here(), PILOTS, tried)
+        write_atomically(args.output / "sweep.md", text.encode())
+        draw(known, list(known), args.output / "sweep.svg")
+        draw_learning(known, args.output / "sweep_curves.svg")
+
+    seeds = range(1, args.seeds + 1)
+    runs = {point: [make(args.output, point, seed, lr=rates[point]) for seed in seeds]
+            for point in chosen}  # fmt: skip
+    results = compare(runs, processes, write)
+    print(args.output / "sweep.md")
+    return int(any("failed" in found for own in results.values() for found in own.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
