@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepfast
-from deepfast.cli.mt.sweep import here
 from deepfast.files import write_atomically
 from deepfast.machine import environment
-from deepfast.measure.sweep_picture import draw, draw_learning
+from deepfast.measure.sweep_picture import draw, draw_gradients, draw_learning
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
@@ -250,10 +249,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def write(results: dict) -> None:
         known = {point: list(own.values()) for point, own in results.items()}
-        text = page(known, command, here(), PILOTS, tried)
+        text = page(known, command, PILOTS, tried)
         write_atomically(args.output / "sweep.md", text.encode())
         draw(known, list(known), args.output / "sweep.svg")
         draw_learning(known, args.output / "sweep_curves.svg")
+        draw_gradients(known, args.output / "sweep_gradients.svg")
 
     seeds = range(1, args.seeds + 1)
     runs = {point: [make(args.output, point, seed, lr=rates[point]) for seed in seeds]

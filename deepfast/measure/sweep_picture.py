@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepfast.measure.pictures import GREY, WIDTH, picture
 from deepfast.mt.sweep.grid import Point
@@ -150,6 +151,31 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
             axes.set_xlim(0)
         grid[0].set_title("dev NLL, nats")
         _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
+
+
+def draw_gradients(results: Results, path: Path) -> None:
+    """Writes the picture of the norms of the gradients of each layer, the mean over the runs, at
+    the first and the last step. The layers are those of a model's first part, such as its encoder.
+    """
+    with picture(path, WIDTH, 1.1 + 0.1 * len(results) + 4.4) as figure:
+        grid = figure.subplots(2, 1)
+        for at, (axes, title) in enumerate(zip(grid, ("first", "last"), strict=True)):
+            axes.set_title(f"norm of the gradient, {title} step")
+            for index, (point, runs) in enumerate(results.items()):
+                layers = [_layers(run["gradient_norms"][at]) for run in runs
+                          if run.get("gradient_norms")]  # fmt: skip
+                mean = [statistics.mean(x) for x in zip(*layers, strict=True)]
+                axes.plot(range(1, len(mean) + 1), mean, color=COLORS[index % len(COLORS)],
+                          linewidth=1.4, label=", ".join(point.values))  # fmt: skip
+            axes.set_yscale("log")
+        grid[1].set_xlabel("layer")
+        _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
+
+
+def _layers(norms: Mapping[str, Any]) -> list[float]:
+    """The norms of the first list of layers in a row of metrics; NaN for a layer without one."""
+    found: list = next((norms[key] for key in norms if isinstance(norms[key], list)), [])
+    return [math.nan if norm is None else norm for norm in found]
 
 
 def _draw_lines(axes, values: Sequence[Sequence[float]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from bench import language_model as module
 from bench.language_model import PILOTS, SIZES, SYSTEMS, Model, main, train
 from deepfast.mt.data.text import write_lines
+from deepfast.mt.sweep import runs
 
 SMALL = {"layers": 3, "dim": 16, "heads": 2, "ffn_dim": 24, "vocab_size": 60, "length": 12,
          "batch": 2, "dropout": 0.0, "warmup": 2, "validate_every": 3}  # fmt: skip
@@ -65,10 +67,17 @@ def test_the_same_run_has_the_same_losses(text):
     assert train(settings | {"seed": 2})["curve"] != first["curve"]
 
 
-def test_pilots_and_seeds_in_processes(text, tmp_path, monkeypatch, capsys):
+def test_pilots_seeds_and_the_page(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "SIZES", SIZES | SMALL)
     monkeypatch.setattr(module, "SYSTEMS", {name: SYSTEMS[name] for name in [*SYSTEMS][:2]})
     monkeypatch.setattr(module, "PILOTS", replace(PILOTS, values=("1e-2", "1e38"), steps=2))
+
+    def start(run, threads):
+        run.write()
+        assert main(["--run", str(run.folder)]) == 0
+        return SimpleNamespace(poll=lambda: 0, kill=int, wait=int)
+
+    monkeypatch.setattr(runs, "_start", start)
     output = tmp_path / "runs"
     words = ["--train", text, "--dev", text, "--steps", "4", "--output", str(output)]
     assert main(words) == 0

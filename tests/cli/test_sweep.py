@@ -22,8 +22,8 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "data.vocab_size=120, optim.lr=1e-3, seed 1: BLEU " in said
     assert "data.vocab_size=120, optim.lr=1e38, seed 1: diverged, step " in said
-    names = ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep.json")
-    assert said.splitlines()[-4:] == [f"{output}/{name}" for name in names]
+    names = ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg", "sweep.json")
+    assert said.splitlines()[-5:] == [f"{output}/{name}" for name in names]
     content = json.loads((output / "sweep.json").read_text())
     assert content["over"] == {"data.vocab_size": ["120"], "optim.lr": ["1e-3", "1e38"]}
     (run,) = content["points"][0]["runs"]

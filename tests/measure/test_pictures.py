@@ -15,7 +15,7 @@ from deepfast.measure import weight_picture as weights
 from deepfast.measure.connections import CONNECTIONS
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.pictures import picture
-from deepfast.measure.sweep_picture import caption, draw, draw_learning, marks
+from deepfast.measure.sweep_picture import caption, draw, draw_gradients, draw_learning, marks
 from deepfast.memory import POLICIES
 from deepfast.memory.eager import EAGER
 from deepfast.mt.search.score import sentence_counts
@@ -97,6 +97,15 @@ DRAWN = {
     "seeds of systems": (
         sweep("system=plain,deep", seeds=3, nll=None),
         "plain|deep|BLEU|Mean of 3 seeds; each seed a circle.",
+    ),
+    "gradients": (
+        lambda path: draw_gradients(
+            results_of("system=plain,deep", gradient_norms=[
+                {"step": 1, "grad_norm_encoder": [0.5, None, 0.2], "grad_norm_other": 1.0},
+                {"step": 9, "grad_norm_encoder": [0.1, 0.2, 0.3]},
+            ]), path,
+        ),
+        "plain|deep|norm of the gradient, first step|norm of the gradient, last step|layer",
     ),
     "learning": (
         lambda path: draw_learning(
@@ -228,7 +237,7 @@ def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
         {"seed": 1, "failed": "exit 1: data: no text"},
         {"seed": 2, "diverged": "step 3: the loss is nan", "live_bytes": 2**20},
     ]
-    text = page(results, "deepfast mt sweep x", "this machine")
+    text = page(results, "deepfast mt sweep x")
     assert text.startswith("# model.norm and model.dlcl\n")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[0].startswith("| `model.norm` | `model.dlcl` | dev NLL | difference | BLEU |")

@@ -14,7 +14,8 @@ The plan comes first: 20 steps of every point are measured and tell the hours an
 
 Each run is a process with a folder of its own in --output. The folder gets sweep.md, a page with
 the mean over the seeds and the difference to the first point, each with its spread; sweep.svg, BLEU
-and dev NLL; sweep_curves.svg, dev NLL over steps and time; and sweep.json. A run that diverges or
+and dev NLL; sweep_curves.svg, dev NLL over steps and time; sweep_gradients.svg, the norms of the
+gradients of the layers at the first and the last step; and sweep.json. A run that diverges or
 fails is counted there.
 
 Ctrl-C saves and ends all runs. The same command resumes them; finished runs are not made again: the
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
     from deepfast.files import require, write_atomically
     from deepfast.machine import environment
-    from deepfast.measure.sweep_picture import draw, draw_learning
+    from deepfast.measure.sweep_picture import draw, draw_gradients, draw_learning
     from deepfast.mt.sweep.grid import points, runs_of, systems
     from deepfast.mt.sweep.plan import plan
     from deepfast.mt.sweep.runs import compare
@@ -143,11 +144,12 @@ def run(args: argparse.Namespace) -> int:
             "over": values,
             "points": [{"values": dict(p.changes), "runs": own} for p, own in known.items() if own],
         }
-        text = page(known, command, here(), pilots, tried)
+        text = page(known, command, pilots, tried)
         write_atomically(folder / "sweep.md", text.encode())
         write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
         draw(known, list(known), folder / "sweep.svg")
         draw_learning(known, folder / "sweep_curves.svg")
+        draw_gradients(known, folder / "sweep_gradients.svg")
 
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))
@@ -163,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
                      for point, own in trials.items()}  # fmt: skip
             runs = {point: decided(point, tried[point]) for point in chosen}
         results = compare(runs, processes, write)
-    for name in ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep.json"):
+    for name in ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg", "sweep.json"):
         print(folder / name)
     return int(any("failed" in found for own in results.values() for found in own.values()))
 
@@ -179,15 +181,3 @@ def _check_keys(path: Path, keys: list[str]) -> None:
                 f"{path.parent}: expected a sweep over {', '.join(keys)}, got one over "
                 f"{', '.join(other)}; choose another folder with --output, or remove it"
             )
-
-
-def here() -> str:
-    """This machine in words."""
-    import torch
-
-    from deepfast.machine import cpu_model
-    from deepfast.mt.sweep.runs import cores
-
-    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    plural = "s" * (cores() != 1)
-    return f"{gpu}{cores()} core{plural}, {cpu_model()}, torch {torch.__version__}"

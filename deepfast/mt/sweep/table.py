@@ -183,7 +183,6 @@ parameters, dropout and the order of the batches, for all points alike. *sentenc
 def page(
     results: Results,
     command: str,
-    machine: str,
     pilots: Pilots | None = None,
     tried: Mapping[Point, Results] | None = None,
 ) -> str:
@@ -206,15 +205,17 @@ def page(
         notes.insert(0, "\n")
     ended = [run for runs in results.values() for run in runs if run.get("seconds")]
     hours = sum(run["seconds"] for run in ended) / 3600
-    commits = sorted({run["commit"] for run in ended if run.get("commit")})
     many = max(len(known(runs, "nll")) for runs in results.values())
-    made = f"{len(ended)} runs, {hours:.1f} hours of them together"
-    if commits:
-        made += f", commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    made = [f"{len(ended)} runs, {hours:.1f} hours of them together"]
+    for what, key in (("", "cpu"), ("torch ", "torch"), ("commit ", "commit")):
+        seen = sorted({run[key] for run in ended if run.get(key)})
+        made += [f"{what}{' and '.join(seen)}"] if seen else []
     return f"""\
 # {" and ".join(first.keys)}
 
-`{command}` on {machine}. {made}.
+`{command}`
+
+{", ".join(made)}.
 
 {table([*keys, *LEARNED], rows)}
 ![dev NLL and BLEU](sweep.svg)
@@ -225,6 +226,8 @@ checkpoint and the average; *BLEU*: cased, 13a, of the test part by that checkpo
 NLL of more than {WORSE} times the best.
 {_noise(many)}
 ![dev NLL over steps and time](sweep_curves.svg)
+
+![norm of the gradient of each layer](sweep_gradients.svg)
 
 {_pilot_table(pilots, tried) if pilots and tried else ""}\
 {table([*keys, *COST], prices)}
