@@ -51,19 +51,22 @@ def read(path: Path = FILE) -> dict[tuple[str, str], Result]:
 
 
 def record(
-    key: str, value: float, unit: str, what: str, command: str, where: str | None = None
-) -> None:
+    key: str, value: float, unit: str, what: str, command: str, where: str | None = None,
+    spread: str = "",
+) -> None:  # fmt: skip
     """Prints a number and writes it to the file, over an older one.
 
     where: "any" if it is the same on every machine; else it is of this processor.
+    spread: see `Result`.
     """
     value = float(f"{value:.4g}")
     row = Result(
         key=key, processor=where or processor(), value=value, unit=unit, what=what, command=command,
+        spread=spread,
         threads=str(torch.get_num_threads()), load=f"{os.getloadavg()[0]:.1f}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(), commit=commit() or "",
     )  # fmt: skip
-    print(f"{value:>10g} {unit:<6} {key}: {what}", flush=True)
+    print(f"{value:>10g} {f'{spread} {unit}'.strip():<6} {key}: {what}", flush=True)
     write(read() | {(key, row.processor): row})
 
 

@@ -11,7 +11,7 @@ from bench import record
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "bench/results/README.md")]
 PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deepfast").rglob("*.yaml"))]
-NUMBER = r"(?P<value>\d[\d.,]*)(?: (?P<spread>(?:to|±) \d[\d.]*))?"
+NUMBER = r"(?P<value>-?\d[\d.,]*)(?: (?P<spread>(?:to|±) \d[\d.]*))?"
 RESULTS = record.read()
 PROCESSORS = {processor for _, processor in RESULTS} | {"Intel, AMX", "AMD Zen 5"}
 

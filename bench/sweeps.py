@@ -1,0 +1,124 @@
+"""Numbers of the committed sweeps: what their systems cost, and what their rows say.
+
+    python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ...
+    python -m bench.sweeps rows multi30k-depth bench/results/depth
+
+`cost`: all systems of a recipe take turns in one process with a training step on the same batch,
+one thread. `rows`: mean and standard deviation of dev NLL and BLEU, their difference to the
+baseline with its 95% t interval, and the picture of dev NLL over that time. Both write to
+bench/results/results.csv.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.record import read, record
+from deepfast.measure.clock import interleave, keep_memory, ratio
+from deepfast.measure.sweep_picture import draw_learning
+from deepfast.mt.sweep.grid import Point, runs_of, systems
+from deepfast.mt.sweep.runs import Result, read_object
+from deepfast.mt.sweep.table import differences, interval, known
+from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.trainer import Trainer
+
+DIGITS = {"nll": 3, "bleu": 1}
+UNITS = {"nll": "nats/token", "bleu": "BLEU"}
+
+
+def key(recipe: str, point: Point, what: str) -> str:
+    """The key of a number in the file of results."""
+    words = re.sub(r"\W+", "_", f"{recipe}_{point.name}").lower()
+    return f"{words}_{what}"
+
+
+def cost(recipe: str, overrides: list[str], rounds: int) -> None:
+    """Records the time and the peak memory of a step of every system."""
+    torch.set_num_threads(1)
+    keep_memory()
+    chosen, *_ = systems(recipe)
+    trainers: dict[Point, Trainer] = {}
+    for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
+        # A corpus of its own, so that all see the same batches.
+        corpus = load_corpus(run.recipe.data, seed=1, folder=None)
+        trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
+    steps = {point: trainer.train_step for point, trainer in trainers.items()}
+    seconds = interleave(steps, repeats=rounds)
+    peaks = {point: trainer.measure() for point, trainer in trainers.items()}
+    command, first = f"python -m bench.sweeps cost {recipe}", chosen[0]
+    for point in chosen:
+        over = f"{point.name} over {first.name}, {rounds} rounds"
+        took, peak = ratio(seconds[point], seconds[first]), peaks[point] / peaks[first]
+        record(key(recipe, point, "step"), took, "x", f"training step: {over}", command)
+        what = f"peak of a step with parameters and Adam: {over}"
+        record(key(recipe, point, "peak"), peak, "x", what, command, "any")
+
+
+def rows(folder: Path, point: Point) -> list[Result]:
+    """The results of a system's runs in a sweep's folder."""
+    found = sorted((folder / point.folder).glob("seed-*/result.json"))
+    return [read_object(path, seed=int) for path in found]
+
+
+def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
+    """Key of a number -> the number, what stands behind it, its unit, and what it is."""
+    chosen, *_ = systems(recipe)
+    base, found = rows(folder, chosen[0]), {}
+    for point in chosen:
+        runs = rows(folder, point)
+        for name, digits in DIGITS.items():
+            own, less = known(runs, name), differences(runs, base, name)
+            if not own:
+                continue
+            spread = f"± {statistics.stdev(own):.{digits}f}" if len(own) > 1 else ""
+            what = f"{name} of {point.name}, {len(own)} seeds, {recipe}"
+            found[key(recipe, point, name)] = statistics.mean(own), spread, UNITS[name], what
+            bounds = interval(less)
+            if point != chosen[0] and bounds is not None:
+                spread = f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
+                what = f"{name} of {point.name} less {chosen[0].name}, {len(less)} seeds, {recipe}"
+                found[key(recipe, point, f"{name}_less")] = (
+                    statistics.mean(less), spread, UNITS[name], what,
+                )  # fmt: skip
+    return found
+
+
+def picture(recipe: str, folder: Path, path: Path) -> None:
+    """Draws dev NLL over steps and over time, in steps of the baseline."""
+    chosen, *_ = systems(recipe)
+    numbers = {name: row.value for (name, _), row in read().items()}
+    results = {
+        point: [run | {"step_seconds": 60 * numbers[key(recipe, point, "step")]}
+                for run in rows(folder, point)]
+        for point in chosen
+    }  # fmt: skip
+    draw_learning(results, path, f"time, in steps of {chosen[0].name}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    tasks = parser.add_subparsers(dest="task", required=True)
+    task = tasks.add_parser("cost")
+    task.add_argument("recipe")
+    task.add_argument("overrides", nargs="*", metavar="key=value")
+    task.add_argument("--rounds", type=int, default=30)
+    task = tasks.add_parser("rows")
+    task.add_argument("recipe")
+    task.add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
+    if args.task == "cost":
+        cost(args.recipe, args.overrides, args.rounds)
+        return 0
+    command = f"python -m bench.sweeps rows {args.recipe} {args.folder}"
+    for name, (value, spread, unit, what) in values(args.recipe, args.folder).items():
+        record(name, value, unit, what, command, "any", spread)
+    picture(args.recipe, args.folder, args.folder / "time.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The committed sweeps: their pages, pictures and numbers come from their rows."""
+
+import re
+import shlex
+import shutil
+from importlib.metadata import version
+
+import pytest
+
+from bench import language_model, sweeps
+from bench.record import FILE, read
+from deepfast.cli import main
+from deepfast.mt.sweep import runs
+
+RESULTS = FILE.parent
+SWEEPS = {"depth": "multi30k-depth", "depth_phrases": "phrases-depth", "depth_language": None}
+"""Folder -> the recipe of its systems; None: those of bench.language_model."""
+PRESENT = [name for name in SWEEPS if (RESULTS / name / "sweep.md").exists()]
+
+
+@pytest.fixture
+def finished(monkeypatch):
+    """Runs without a result are left out, not made."""
+
+    def only_finished(wanted, report, processes):
+        for run in wanted:
+            if (found := run.result()) is not None:
+                report(run, found)
+
+    monkeypatch.setattr(runs, "run_all", only_finished)
+    monkeypatch.setattr("deepfast.mt.sweep.plan.SHORT", 10**9)
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_the_page_and_the_pictures_are_those_of_the_rows(name, finished, tmp_path):
+    kept = RESULTS / name
+    shutil.copytree(kept, tmp_path / name)
+    for path in (tmp_path / name).glob("sweep*"):
+        path.unlink()
+    command = shlex.split(re.search(r"^`(.*)`$", (kept / "sweep.md").read_text(), re.MULTILINE)[1])
+    output = ["--output", str(tmp_path / name)]
+    if SWEEPS[name] is None:
+        words = command[command.index("bench.language_model") + 1 :]
+        assert language_model.main([*words, *output]) == 0
+    else:
+        assert main([*command[1:], *output]) == 0
+    made = {path.name: path.read_text() for path in (tmp_path / name).glob("sweep*.[ms][dv]*")}
+    assert {"sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg"} <= made.keys()
+    assert made["sweep.md"] == (kept / "sweep.md").read_text()
+    for picture in set(made) - {"sweep.md"}:
+        same_picture(made[picture], (kept / picture).read_text())
+
+
+def same_picture(made: str, kept: str) -> None:
+    """Another matplotlib draws the same texts at places of its own."""
+    if f"Matplotlib v{version('matplotlib')}" in kept:
+        assert made == kept
+    texts = [re.findall(r"<text[^>]*>([^<]*)</text>", svg) for svg in (made, kept)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESENT if SWEEPS[name]])
+def test_the_numbers_are_those_of_the_rows(name, tmp_path):
+    recipe, folder = SWEEPS[name], RESULTS / name
+    recorded = read()
+    for key, (value, spread, unit, _) in sweeps.values(recipe, folder).items():
+        row = recorded[key, "any"]
+        assert (row.value, row.spread, row.unit) == (float(f"{value:.4g}"), spread, unit)
+    if (folder / "time.svg").exists():
+        sweeps.picture(recipe, folder, tmp_path / "time.svg")
+        same_picture((tmp_path / "time.svg").read_text(), (folder / "time.svg").read_text())
+
+
+def test_rows_have_no_paths_of_a_machine():
+    for name in PRESENT:
+        for path in (RESULTS / name).rglob("settings.json"):
+            assert not re.search(r'"/|~', path.read_text()), path
+        assert not list((RESULTS / name).rglob("run/*.pt"))
