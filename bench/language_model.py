@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
 from deepfast.mt.sweep.one import MACHINE, parameters
-from deepfast.mt.sweep.runs import SETTINGS, Processes, Run, compare, read_object, write_result
+from deepfast.mt.sweep.runs import SETTINGS, Processes, Run, read_object, write_result
+from deepfast.mt.sweep.stages import Sweep
 from deepfast.mt.sweep.table import page
 from deepfast.mt.training.environment import peak_bytes
 
@@ -210,11 +210,6 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_of(settings: dict[str, Any], folder: Path, point: Point, seed: int, **changes: Any) -> Run:
-    own = settings | {"system": point.changes[0][1], "seed": seed} | changes
-    return TextRun(point.name, own, folder / point.folder / f"seed-{seed}")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--train", help="text, plain or gzip, a sentence in each line")
@@ -233,34 +228,32 @@ def main(argv: list[str] | None = None) -> int:
     if not args.train or not args.dev:
         parser.error("expected --train and --dev, got none")
     settings = SIZES | {"train": args.train, "dev": args.dev, "steps": args.steps}
-    make = partial(run_of, settings)
-    chosen = [Point(((SYSTEM, name),)) for name in SYSTEMS]
-    pilots, processes = PILOTS.of(chosen), Processes(args.jobs, 1)
-    steps = min(PILOTS.steps, args.steps)
-    lines = {
-        pilot: [make(args.output / "pilots", pilot, 1, lr=pilot.values[-1], steps=steps)]
-        for own in pilots.values() for pilot in own
-    }  # fmt: skip
-    done = compare(lines, processes)
-    tried = {point: {pilot: list(done[pilot].values()) for pilot in own}
-             for point, own in pilots.items()}  # fmt: skip
-    rates = {point: (PILOTS.best(tried[point]) or pilots[point][0]).values[-1] for point in chosen}
     command = shlex.join(["python", "-m", "bench.language_model", *(argv or sys.argv[1:])])
 
-    def write(results: dict) -> None:
-        known = {point: list(own.values()) for point, own in results.items()}
-        text = page(known, command, PILOTS, tried)
+    def run(point: Point, seed: int, where: Path, **changes: Any) -> Run:
+        chosen = dict(text.split("=") for text in point.own) | changes
+        own = settings | {"system": point.values[0], "seed": seed} | chosen
+        return TextRun(point.name, own, where / point.folder / f"seed-{seed}")
+
+    def trial(pilot: Point) -> Run:
+        steps = min(PILOTS.steps, args.steps)
+        return run(pilot, 1, args.output / "pilots", lr=pilot.values[-1], steps=steps)
+
+    def write(results: dict, tried: dict) -> None:
+        text = page(results, command, PILOTS, tried)
         write_atomically(args.output / "sweep.md", text.encode())
-        draw(known, list(known), args.output / "sweep.svg")
-        draw_learning(known, args.output / "sweep_curves.svg")
-        draw_gradients(known, args.output / "sweep_gradients.svg")
+        draw(results, list(results), args.output / "sweep.svg")
+        draw_learning(results, args.output / "sweep_curves.svg")
+        draw_gradients(results, args.output / "sweep_gradients.svg")
 
     seeds = range(1, args.seeds + 1)
-    runs = {point: [make(args.output, point, seed, lr=rates[point]) for seed in seeds]
-            for point in chosen}  # fmt: skip
-    results = compare(runs, processes, write)
+    sweep = Sweep(
+        [Point(((SYSTEM, name),)) for name in SYSTEMS],
+        lambda point: [run(point, seed, args.output) for seed in seeds], PILOTS, trial, write,
+    )  # fmt: skip
+    succeeded = sweep.make(Processes(args.jobs, 1))
     print(args.output / "sweep.md")
-    return int(any("failed" in found for own in results.values() for found in own.values()))
+    return int(not succeeded)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from deepfast.memory.units import parse_bytes
 
 if TYPE_CHECKING:
     from deepfast.mt.sweep.grid import Point
+    from deepfast.mt.sweep.runs import Run
 
 EXAMPLE = "deepfast mt sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,30 --seeds 3"
 
@@ -83,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.machine import environment
     from deepfast.measure.sweep_picture import draw, draw_gradients, draw_learning
     from deepfast.mt.sweep.grid import points, runs_of, systems
-    from deepfast.mt.sweep.plan import plan
-    from deepfast.mt.sweep.runs import compare
+    from deepfast.mt.sweep.stages import Sweep
     from deepfast.mt.sweep.table import page
     from deepfast.mt.training import RecipeError
     from deepfast.mt.training.run_folder import only_run
@@ -99,34 +99,15 @@ def run(args: argparse.Namespace) -> int:
     if args.seeds is not None:
         chosen, seeds = [replace(point, seeds=None) for point in chosen], args.seeds
 
-    def made(which: list, seeds: int, *more: str, where: Path | None = args.output) -> dict:
-        return runs_of(args.recipe, [*args.overrides, *more], which, seeds, where)
-
-    runs = made(chosen, seeds)
-    folder = next(iter(runs.values()))[0].folder.parents[1]
-    trials: dict = {point: {} for point in chosen}
-    if pilots is not None:
-        short = f"train.max_steps={pilots.steps}", "train.test_bleu=false"
-        for point, own in pilots.of(chosen).items():
-            own = [replace(pilot, seeds=1) for pilot in own]
-            trials[point] = made(own, 1, *short, where=folder / "pilots")
-
-    def decided(point: Point, tried: dict) -> list:
-        """The runs of a point with the value that its pilots chose."""
-        best = pilots.best(tried) or next(iter(tried))
-        (own,) = made([replace(point, own=(*point.own, best.overrides[-1]))], seeds).values()
+    def runs(point: Point, seeds: int, where: Path | None, *more: str) -> list[Run]:
+        (own,) = runs_of(args.recipe, [*args.overrides, *more], [point], seeds, where).values()
         return own
 
-    def left(point: Point) -> list:
-        """The runs of a point that have no result."""
-        known = {pilot: [run.result()] for pilot, (run,) in trials[point].items()}
-        waiting = [run for pilot, own in trials[point].items() for run in own
-                   if known[pilot] == [None]]  # fmt: skip
-        if waiting:
-            # Until they are known, the settings of the others are not.
-            return [*waiting, *runs[point]]
-        own = decided(point, known) if known else runs[point]
-        return [run for run in own if run.result() is None]
+    folder = runs(chosen[0], seeds, args.output)[0].folder.parents[1]
+
+    def trial(pilot: Point) -> Run:
+        short = f"train.max_steps={pilots.steps}", "train.test_bleu=false"
+        return runs(replace(pilot, seeds=1), 1, folder / "pilots", *short)[0]
 
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
     words += [*(f"--only={name}" for name in args.only or ()), f"--seeds={seeds}"]
@@ -134,40 +115,33 @@ def run(args: argparse.Namespace) -> int:
     machine = environment()
     values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
               for at, key in enumerate(chosen[0].keys)}  # fmt: skip
-    tried: dict = {}
 
-    def write(results: dict) -> None:
-        known = {point: list(own.values()) for point, own in results.items()}
+    def write(results: dict, tried: dict) -> None:
         content = {
             "command": command,
             "machine": machine,
             "over": values,
-            "points": [{"values": dict(p.changes), "runs": own} for p, own in known.items() if own],
-        }
-        text = page(known, command, pilots, tried)
-        write_atomically(folder / "sweep.md", text.encode())
+            "points": [{"values": dict(point.changes), "runs": own}
+                       for point, own in results.items() if own],
+        }  # fmt: skip
+        write_atomically(folder / "sweep.md", page(results, command, pilots, tried).encode())
         write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
-        draw(known, list(known), folder / "sweep.svg")
-        draw_learning(known, folder / "sweep_curves.svg")
-        draw_gradients(known, folder / "sweep_gradients.svg")
+        draw(results, chosen, folder / "sweep.svg")
+        draw_learning(results, folder / "sweep_curves.svg")
+        draw_gradients(results, folder / "sweep_gradients.svg")
 
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))
-        planned = plan({point: left(point) for point in chosen}, processes, folder)
+        sweep = Sweep(chosen, lambda point: runs(point, seeds, folder), pilots, trial, write)
+        planned = sweep.plan(processes, folder)
         if planned is not None or args.plan:
             print(planned or "plan: nothing to measure: no run is left, or all are short")
         if args.plan:
             return 0
-        if pilots is not None:
-            found = compare({pilot: own for each in trials.values() for pilot, own in each.items()},
-                            processes)  # fmt: skip
-            tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
-                     for point, own in trials.items()}  # fmt: skip
-            runs = {point: decided(point, tried[point]) for point in chosen}
-        results = compare(runs, processes, write)
+        succeeded = sweep.make(processes)
     for name in ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg", "sweep.json"):
         print(folder / name)
-    return int(any("failed" in found for own in results.values() for found in own.values()))
+    return int(not succeeded)
 
 
 def _check_keys(path: Path, keys: list[str]) -> None:

@@ -88,6 +88,10 @@ class Point:
         """This point with one more key."""
         return replace(self, changes=(*self.changes, (key, value)))
 
+    def choosing(self, pilot: Point) -> Point:
+        """This point with the last key of one of its pilots, under its own name."""
+        return replace(self, own=(*self.own, "=".join(pilot.changes[-1])))
+
 
 @dataclass(frozen=True)
 class Pilots:
@@ -97,9 +101,9 @@ class Pilots:
     values: tuple[str, ...]
     steps: int
 
-    def of(self, chosen: Sequence[Point]) -> dict[Point, list[Point]]:
-        """The pilots of every point."""
-        return {point: [point.having(self.key, value) for value in self.values] for point in chosen}
+    def of(self, point: Point) -> list[Point]:
+        """The pilots of a point."""
+        return [point.having(self.key, value) for value in self.values]
 
     def best(self, results: Mapping[Point, Sequence[Result]]) -> Point | None:
         """The pilot with the lowest dev NLL; None where none has one."""

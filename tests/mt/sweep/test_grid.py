@@ -93,7 +93,9 @@ def test_systems_of_a_file(file, tmp_path):
     assert lstm[0].recipe.data.train_size == 500
     assert lstm[0].recipe.train.max_steps == plain[0].recipe.train.max_steps
     (point,) = systems(file, ["DLCL"])[0]
-    tried = pilots.of([point])[point]
+    tried = pilots.of(point)
+    assert point.choosing(tried[1]).overrides[-1] == "optim.lr=0.002"
+    assert point.choosing(tried[1]).folder == point.folder
     assert [pilot.overrides[-1] for pilot in tried] == ["optim.lr=1e-3", "optim.lr=0.002"]
     assert tried[0].folder == "DLCL,optim.lr=1e-3"
     low, high, none = ([{"nll": x}] for x in (1.0, 2.0, None))

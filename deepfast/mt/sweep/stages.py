@@ -1,0 +1,77 @@
+"""The stages of a sweep: the plan, the pilots, and the runs with the values that these chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from deepfast.mt.sweep.grid import Pilots, Point
+from deepfast.mt.sweep.plan import plan
+from deepfast.mt.sweep.runs import Processes, Result, Run, compare
+
+Results = dict[Point, list[Result]]
+
+
+class Sweep:
+    """The runs of every point.
+
+    Args:
+        chosen: all points; the first is the baseline.
+        runs: the runs of a point, one for each seed.
+        pilots: None: without them.
+        trial: the run of a pilot.
+        write: writes the results so far, and those of the pilots of every point.
+    """
+
+    def __init__(
+        self,
+        chosen: Sequence[Point],
+        runs: Callable[[Point], list[Run]],
+        pilots: Pilots | None,
+        trial: Callable[[Point], Run],
+        write: Callable[[Results, dict[Point, Results]], None],
+    ):
+        self.chosen, self.pilots, self._runs, self._write = chosen, pilots, runs, write
+        self.trials: dict[Point, dict[Point, Run]] = {
+            point: {pilot: trial(pilot) for pilot in pilots.of(point)} if pilots else {}
+            for point in chosen
+        }
+        """The pilots of every point."""
+        for point in chosen:
+            # Refuses what cannot run, before anything does.
+            runs(point)
+
+    def runs(self, point: Point, tried: Mapping[Point, Sequence[Result]]) -> list[Run]:
+        """The runs of a point with the value that its pilots chose; with the first value where none
+        of them has a dev NLL."""
+        if self.pilots is None:
+            return self._runs(point)
+        return self._runs(point.choosing(self.pilots.best(tried) or next(iter(tried))))
+
+    def left(self, point: Point) -> list[Run]:
+        """The runs of a point that have no result, its pilots first."""
+        tried = {pilot: run.result() for pilot, run in self.trials[point].items()}
+        waiting = [self.trials[point][pilot] for pilot, found in tried.items() if found is None]
+        if waiting:
+            # The settings of the others are not known yet.
+            return [*waiting, *self._runs(point)]
+        known = {pilot: [found] for pilot, found in tried.items() if found is not None}
+        return [run for run in self.runs(point, known) if run.result() is None]
+
+    def plan(self, processes: Processes, folder: Path) -> str | None:
+        """See `deepfast.mt.sweep.plan.plan`."""
+        return plan({point: self.left(point) for point in self.chosen}, processes, folder)
+
+    def make(self, processes: Processes) -> bool:
+        """Makes the pilots and then the runs; returns whether none of them failed."""
+        lines = {pilot: [run] for own in self.trials.values() for pilot, run in own.items()}
+        found = compare(lines, processes)
+        tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
+                 for point, own in self.trials.items()}  # fmt: skip
+
+        def write(results: Mapping[Point, Mapping[Run, Result]]) -> None:
+            self._write({point: list(own.values()) for point, own in results.items()}, tried)
+
+        runs = {point: self.runs(point, tried[point]) for point in self.chosen}
+        results = compare(runs, processes, write)
+        return not any("failed" in run for own in results.values() for run in own.values())
