@@ -22,7 +22,7 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output="], "got an empty one in"),
     ([*SWEEP, "--seeds", "0"], "seeds must be an integer of at least 1"),
     ([*SWEEP, "--seeds", str(10**12)], "seeds must be at most 65536"),
-    ([*SWEEP, "--jobs", "0"], "jobs must be an integer of at least 1"),
+    ([*SWEEP, "--jobs", "-1"], "jobs must be an integer of at least 0"),
     ([*SWEEP, "--threads", "0"], "threads must be an integer from 1 to"),
     ([*SWEEP, "--memory-limit", "much"], "--memory-limit: expected bytes such as"),
     (["sweep", "phrases-small", "--over", "model.norm=pre", "--output", "swept"],

@@ -109,5 +109,9 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
         path: content for path, content in kept.items() if "plan" not in path.parts
     }
     assert (output / "sweep.md").read_text() == text
+    shutil.rmtree(output / "DLCL" / "seed-2")
+    assert main([*command, "--jobs", "0"]) == 0
+    assert "\n| once | " in (output / "sweep.md").read_text()
+    assert not (output / "DLCL" / "seed-2").exists()
     assert main([*command, "--only", "once"]) == 0
     assert "\n| plain |" not in (output / "sweep.md").read_text()

@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="end after the plan")
     help = "folder; default: the recipe's output with -sweep at its end"
     parser.add_argument("--output", type=Path, help=help)
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once; default: 1")
+    text = "processes at once; default: 1; 0 starts none and writes the page of the finished runs"
+    parser.add_argument("--jobs", type=int, default=1, help=text)
     text = "CPU threads of each process; default: the cores divided by --jobs"
     parser.add_argument("--threads", type=int, help=text)
     parser.add_argument(
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _processes(args: argparse.Namespace) -> Any:
     """These arguments as `deepfast.mt.sweep.runs.Processes`; checked, as is --seeds."""
-    checks.whole("sweep", jobs=args.jobs)
+    checks.whole("sweep", 0, jobs=args.jobs)
     if args.seeds is not None:
         checks.whole("sweep", seeds=args.seeds)
     if args.threads is not None:
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))
         sweep = Sweep(chosen, lambda point: runs(point, seeds, folder), pilots, trial, write)
-        planned = sweep.plan(processes, folder)
+        planned = sweep.plan(processes, folder) if args.jobs else None
         if planned is not None or args.plan:
             print(planned or "plan: nothing to measure: no run is left, or all are short")
         if args.plan:

@@ -167,7 +167,7 @@ class Processes:
     """The processes that make runs."""
 
     jobs: int = 1
-    """How many at once."""
+    """How many at once; 0: no run is started, and only finished ones have results."""
     threads: int | None = None
     """Of each; None: all cores for one job, else each job's part of them."""
     memory: int | None = None
@@ -274,7 +274,7 @@ def run_all(
     for run, found in results.items():
         if found is not None:
             report(run, found)
-    waiting = [run for run, found in results.items() if found is None]
+    waiting = [run for run, found in results.items() if found is None] if jobs else []
     if memory is not None:
         waiting.sort(key=lambda run: -run.parameters)
     if threads is None and jobs > 1:
