@@ -21,16 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepfast
-from deepfast.files import write_atomically
 from deepfast.machine import environment
-from deepfast.measure.sweep_picture import draw, draw_gradients, draw_learning
+from deepfast.measure.sweep_picture import write_page
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
 from deepfast.mt.sweep.one import MACHINE, parameters
 from deepfast.mt.sweep.runs import SETTINGS, Processes, Run, read_object, write_result
 from deepfast.mt.sweep.stages import Sweep
-from deepfast.mt.sweep.table import page
 from deepfast.mt.training.environment import peak_bytes
 
 TWO_READS = {"sublayers": (("norm1", "attention"), ("norm2", "mlp"))}
@@ -240,11 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(pilot, 1, args.output / "pilots", lr=pilot.values[-1], steps=steps)
 
     def write(results: dict, tried: dict) -> None:
-        text = page(results, command, PILOTS, tried)
-        write_atomically(args.output / "sweep.md", text.encode())
-        draw(results, list(results), args.output / "sweep.svg")
-        draw_learning(results, args.output / "sweep_curves.svg")
-        draw_gradients(results, args.output / "sweep_gradients.svg")
+        write_page(args.output, results, command, PILOTS, tried)
 
     seeds = range(1, args.seeds + 1)
     sweep = Sweep(

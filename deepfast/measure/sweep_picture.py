@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepfast.files import write_atomically
 from deepfast.measure.pictures import GREY, WIDTH, picture
-from deepfast.mt.sweep.grid import Point
-from deepfast.mt.sweep.runs import Result
-from deepfast.mt.sweep.table import diverged, known
+from deepfast.mt.sweep.grid import Pilots, Point
+from deepfast.mt.sweep.table import Results, diverged, known, page
 
 PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
 """What a run's result has -> the title of its panel."""
@@ -26,8 +26,6 @@ RANGE = 8
 """Numbers whose largest is this many times the smallest are on a logarithmic axis."""
 LABEL, CAPTION = 22, 68
 """Letters of a line below the axis, and of the caption."""
-
-Results = Mapping[Point, Sequence[Result]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,20 @@ def caption(results: Results, numeric: bool) -> str:
         for count, word in ((apart, "diverged"), (failed, "failed")) if count
     )  # fmt: skip
     return f"{text} {missing}." if missing else text
+
+
+def write_page(
+    folder: Path,
+    results: Results,
+    command: str,
+    pilots: Pilots | None,
+    tried: Mapping[Point, Results],
+) -> None:
+    """Writes the page of a sweep and its pictures into its folder, see `page`."""
+    write_atomically(folder / "sweep.md", page(results, command, pilots, tried).encode())
+    draw(results, list(results), folder / "sweep.svg")
+    draw_learning(results, folder / "sweep_curves.svg")
+    draw_gradients(results, folder / "sweep_gradients.svg")
 
 
 def draw(results: Results, points: Sequence[Point], path: Path) -> None:

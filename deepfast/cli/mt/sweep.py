@@ -83,10 +83,9 @@ def run(args: argparse.Namespace) -> int:
     # torch takes a second to import.
     from deepfast.files import require, write_atomically
     from deepfast.machine import environment
-    from deepfast.measure.sweep_picture import draw, draw_gradients, draw_learning
+    from deepfast.measure.sweep_picture import write_page
     from deepfast.mt.sweep.grid import points, runs_of, systems
     from deepfast.mt.sweep.stages import Sweep
-    from deepfast.mt.sweep.table import page
     from deepfast.mt.training import RecipeError
     from deepfast.mt.training.run_folder import only_run
 
@@ -125,11 +124,8 @@ def run(args: argparse.Namespace) -> int:
             "points": [{"values": dict(point.changes), "runs": own}
                        for point, own in results.items() if own],
         }  # fmt: skip
-        write_atomically(folder / "sweep.md", page(results, command, pilots, tried).encode())
+        write_page(folder, results, command, pilots, tried)
         write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
-        draw(results, chosen, folder / "sweep.svg")
-        draw_learning(results, folder / "sweep_curves.svg")
-        draw_gradients(results, folder / "sweep_gradients.svg")
 
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))

@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from deepfast.mt.sweep.runs import INTERRUPTED, read_recipe, write_result
 from deepfast.mt.training import NotFiniteError, Recipe, TrainResult, train
 from deepfast.mt.training.corpus import held_out, load_corpus
 from deepfast.mt.training.environment import SIGNALS, peak_bytes, resolve_device, settings
-from deepfast.mt.training.growing import second_run
 from deepfast.mt.training.memory import set_policy
 from deepfast.mt.training.optim import PREFIX
 from deepfast.mt.training.report import read_metrics
@@ -34,29 +32,13 @@ MACHINE = "date", "cpu", "system", "torch", "deepfast", "commit"
 """What a result says of where it was made."""
 
 
-def micro_batches(recipe: Recipe) -> int | None:
-    """How many micro-batches a run takes; None if time or patience may end it."""
-    parts = [recipe]
-    if recipe.grow is not None and recipe.model.get("kind") != "depth_growing":
-        second = second_run(recipe)
-        parts = [second] if recipe.grow.get("from") else [recipe, second]
-    sections = [part.train for part in parts]
-    if any(s.max_steps is None or s.max_minutes or s.patience for s in sections):
-        return None
-    return sum(
-        part.optim.micro_batches(step) for part in parts
-        for step in range(1, part.train.max_steps + 1)
-    )  # fmt: skip
-
-
 def before(recipe: Recipe) -> dict:
-    """What is known before the first step: the model, the peak memory of a step, and the tokens of
-    the run."""
+    """What is known before the first step: the model and the peak memory of a step."""
     device = resolve_device(recipe.train.device)
     with tempfile.TemporaryDirectory() as folder, settings(recipe.train):
         corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
         trainer = Trainer(recipe, corpus, device)
-        found = {"model": trainer.model.describe(), "live_bytes": None, "target_tokens": None,
+        found = {"model": trainer.model.describe(), "live_bytes": None,
                  "threads": torch.get_num_threads()}  # fmt: skip
         planned = recipe.saves_memory and recipe.planned()
         if recipe.saves_memory and not planned:
@@ -65,11 +47,6 @@ def before(recipe: Recipe) -> dict:
         peak = math.inf if planned else trainer.measure()
         if peak < math.inf:
             found["live_bytes"] = int(peak)
-        count = micro_batches(recipe)
-        if count is not None:
-            # An epoch after the other.
-            batches = chain.from_iterable(repeat(corpus.batches))
-            found["target_tokens"] = sum(batch.target_tokens for batch in islice(batches, count))
     return found
 
 
@@ -101,7 +78,8 @@ def after(result: TrainResult, data: DataSection) -> dict:
         "steps": steps,
         "seconds": seconds,
         "bleu": result.test_bleu,
-        "sentences": None if result.test_bleu is None else sentence_counts(
+        # The BLEU of several languages is a mean, which no sums of sentences give.
+        "sentences": None if result.test_bleu is None or data.tagged else sentence_counts(
             (result.output / TRANSLATED).read_text("utf-8").splitlines(),
             [target for _, target in held_out(data)[1]],
         ),

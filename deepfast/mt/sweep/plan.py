@@ -24,6 +24,8 @@ def steps_of(run: Run) -> int | None:
     recipe = run.recipe
     parts = [recipe.train]
     if recipe.grow is not None and recipe.model.get("kind") != "depth_growing":
+        # One that grows on a checkpoint has no first run.
+        parts = [] if recipe.grow.get("from") else parts
         parts.append(second_run(recipe).train)
     counts = [part.max_steps for part in parts if part.max_steps is not None]
     return sum(counts) if len(counts) == len(parts) else None

@@ -59,10 +59,15 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95% t interval of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
-    freedom = len(values) - 1
-    quantile = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1]
-    mean, half = statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
+    mean, half = statistics.mean(values), _quantile(len(values)) * statistics.stdev(values)
+    half /= len(values) ** 0.5
     return mean - half, mean + half
+
+
+def _quantile(seeds: int) -> float:
+    """How many standard errors the interval over so many seeds reaches to each side; for more than
+    11 seeds a little too many."""
+    return T_QUANTILES[min(seeds - 1, len(T_QUANTILES)) - 1]
 
 
 @functools.cache
@@ -170,10 +175,10 @@ def _noise(seeds: int) -> str:
     if seeds < 2:
         return ""
     freedom = seeds - 1
-    quantile = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1]
+    reach = f"{_quantile(seeds):.1f}"
     return f"""
 The interval behind a difference is a 95% t interval over the seeds. With {seeds} seeds it has
-{freedom} degree{"s" * (freedom > 1)} of freedom and reaches {quantile:.1f} standard errors to each
+{freedom} degree{"s" * (freedom > 1)} of freedom and reaches {reach} standard errors to each
 side: it finds large differences, and one inside the noise may still be real. A seed changes the
 parameters, dropout and the order of the batches, for all points alike. *sentences*: what 95% of
 {RESAMPLES:,} resamples of the test sentences give for these same runs (paired bootstrap).
