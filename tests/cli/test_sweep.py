@@ -98,6 +98,11 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     assert "\n| DLCL | **" in text
     for point in json.loads((output / "sweep.json").read_text())["points"]:
         assert len(point["runs"]) == (1 if point["values"]["system"] == "once" else 2)
+    # The measured steps serve whatever is left.
+    shutil.rmtree(output / "DLCL" / "seed-2")
+    assert main(command) == 0
+    assert "\nplan: 1 runs of 1 points" in capsys.readouterr().out
+    text = (output / "sweep.md").read_text()
     # What a run leaves is enough: the rest may go, and nothing is made again.
     kept = {path: path.read_bytes() for path in output.rglob("result.json")}
     for path in [*output.rglob("run"), output / "plan"]:

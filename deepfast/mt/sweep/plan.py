@@ -44,19 +44,25 @@ def _trial(point: Point, run: Run, folder: Path) -> Run:
                folder / FOLDER / point.folder)  # fmt: skip
 
 
-def plan(left: Mapping[Point, Sequence[Run]], processes: Processes, folder: Path) -> str | None:
+def plan(
+    left: Mapping[Point, Sequence[Run]],
+    first: Mapping[Point, Run],
+    processes: Processes,
+    folder: Path,
+) -> str | None:
     """Measures a few steps of every point with runs to make, and says what these runs take; None
     where nothing is left, or where no run is long.
 
     Args:
         left: the runs to make of every point, those of its pilots too.
+        first: the run of every point whose steps are measured, the same whatever is left.
         folder: of the sweep. The measurements stay in it, so a second plan has them.
     """
     left = {point: own for point, own in left.items() if own}
     counts = {run: steps_of(run) for own in left.values() for run in own}
     if not any(count is None or count > SHORT * MEASURED for count in counts.values()):
         return None
-    trials = {point: [_trial(point, own[0], folder)] for point, own in left.items()}
+    trials = {point: [_trial(point, first[point], folder)] for point in left}
     measured = compare(trials, processes)
     seconds, peaks, unknown = 0.0, [], 0
     for point, own in left.items():

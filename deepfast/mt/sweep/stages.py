@@ -60,7 +60,9 @@ class Sweep:
 
     def plan(self, processes: Processes, folder: Path) -> str | None:
         """See `deepfast.mt.sweep.plan.plan`."""
-        return plan({point: self.left(point) for point in self.chosen}, processes, folder)
+        first = {point: self._runs(point)[0] for point in self.chosen}
+        left = {point: self.left(point) for point in self.chosen}
+        return plan(left, first, processes, folder)
 
     def make(self, processes: Processes) -> bool:
         """Makes the pilots and then the runs; returns whether none of them failed."""
