@@ -22,6 +22,7 @@ PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
 """What a run's result has -> the title of its panel."""
 COLORS = ("#0b6e4f", "#d55e00", "#0072b2", "#e69f00", "#b8548f", "#7a7a7a", "#56b4e9", "#000000")
 MARKERS = "osD^vPX*"
+LINES = ("-", "--", ":", "-.")
 RANGE = 8
 """Numbers whose largest is this many times the smallest are on a logarithmic axis."""
 LABEL, CAPTION = 22, 68
@@ -140,11 +141,12 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
     """
     with picture(path, WIDTH, 1.1 + 0.1 * len(results) + 4.4) as figure:
         grid = figure.subplots(2, 1)
-        for index, (point, runs) in enumerate(results.items()):
+        looks = _looks(results)
+        for point, runs in results.items():
             runs = [run for run in runs if run.get("curve") and run.get("step_seconds")]
             if not runs:
                 continue
-            color = COLORS[index % len(COLORS)]
+            color, style = looks[point]
             curves = [[(step, math.nan if nll is None else nll) for step, nll in run["curve"]]
                       for run in runs]  # fmt: skip
             length = min(map(len, curves))
@@ -156,8 +158,7 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
                     axes.plot([scale * step for step, _ in curve], [nll for _, nll in curve],
                               color=color, linewidth=0.5, alpha=0.6)  # fmt: skip
                 axes.plot([scale * step for step in steps], mean, color=color, linewidth=1.7,
-                          linestyle=("-", "--")[index // len(COLORS) % 2],
-                          label=", ".join(point.values))  # fmt: skip
+                          linestyle=style, label=", ".join(point.values))  # fmt: skip
         for axes, label in zip(grid, ("optimizer steps", time), strict=True):
             axes.set_xlabel(label)
             axes.set_xlim(0)
@@ -170,18 +171,34 @@ def draw_gradients(results: Results, path: Path) -> None:
     the first and the last step. The layers are those of a model's first part, such as its encoder.
     """
     with picture(path, WIDTH, 1.1 + 0.1 * len(results) + 4.4) as figure:
-        grid = figure.subplots(2, 1)
+        grid, looks = figure.subplots(2, 1), _looks(results)
         for at, (axes, title) in enumerate(zip(grid, ("first", "last"), strict=True)):
             axes.set_title(f"norm of the gradient, {title} step")
-            for index, (point, runs) in enumerate(results.items()):
+            for point, runs in results.items():
+                color, style = looks[point]
                 layers = [_layers(run["gradient_norms"][at]) for run in runs
                           if run.get("gradient_norms")]  # fmt: skip
                 mean = [statistics.mean(x) for x in zip(*layers, strict=True)]
-                axes.plot(range(1, len(mean) + 1), mean, color=COLORS[index % len(COLORS)],
+                axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=style,
                           linewidth=1.4, label=", ".join(point.values))  # fmt: skip
             axes.set_yscale("log")
         grid[1].set_xlabel("layer")
         _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
+
+
+def _looks(results: Results) -> dict[Point, tuple[str, str]]:
+    """Colour and line of each point: "DLCL, 6 layers" has the colour of "DLCL, 30 layers" and the
+    line of "pre-norm, 6 layers"."""
+    parts = {}
+    for point in results:
+        before, _, last = ", ".join(point.values).rpartition(", ")
+        parts[point] = (before, last) if before else (last, "")
+    first, second = ([*dict.fromkeys(found)] for found in zip(*parts.values(), strict=True))
+    looks = {}
+    for point, (a, b) in parts.items():
+        again, color = divmod(first.index(a), len(COLORS))
+        looks[point] = COLORS[color], LINES[(second.index(b) + again) % len(LINES)]
+    return looks
 
 
 def _layers(norms: Mapping[str, Any]) -> list[float]:
