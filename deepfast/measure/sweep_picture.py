@@ -242,6 +242,8 @@ def _draw_curves(axes, curves: Mapping[str, list[Mark]], across: Sequence[float]
 
 def _legend(figure, axes, title: str) -> None:
     handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return
     names = ["\n".join(textwrap.wrap(name, CAPTION - 12)) for name in names]
     figure.legend(
         handles, names, loc="outside upper left", frameon=False, fontsize=9, alignment="left",

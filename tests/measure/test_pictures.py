@@ -15,7 +15,14 @@ from deepfast.measure import weight_picture as weights
 from deepfast.measure.connections import CONNECTIONS
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.pictures import picture
-from deepfast.measure.sweep_picture import caption, draw, draw_gradients, draw_learning, marks
+from deepfast.measure.sweep_picture import (
+    caption,
+    draw,
+    draw_gradients,
+    draw_learning,
+    marks,
+    write_page,
+)
 from deepfast.memory import POLICIES
 from deepfast.memory.eager import EAGER
 from deepfast.mt.search.score import sentence_counts
@@ -229,6 +236,8 @@ def test_the_caption_tells_what_is_missing(tmp_path):
     )
     nothing = {first: [{"seed": 1, "failed": "x"}]}
     assert "No result. 1 of 1 runs failed." in said(nothing, [first, second])
+    write_page(tmp_path, nothing, "deepfast mt sweep x", None, {})
+    assert {"optimizer steps", "minutes"} <= words((tmp_path / "sweep_curves.svg").read_text())
 
 
 def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
