@@ -66,7 +66,7 @@ sweep:
   systems:
     plain: {model: {encoder_connection: residual}}
     DLCL: {model: {encoder_connection: dlcl}}
-    once: {model: {encoder_connection: attnres}, seeds: 1}
+    once: {model: {encoder_connection: attnres}, optim: {lr: 2e-3}, seeds: 1}
 """
 
 
@@ -84,9 +84,7 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     assert [line.partition(", seed")[0] for line in measured] == [
         f"plan, {name}" for name in ("plain", "DLCL", "once")
     ]
-    assert planned.startswith(
-        "plan: 11 runs of 3 points, 32 steps; about 0.0 hours with 1 process,"
-    )
+    assert planned.startswith("plan: 9 runs of 3 points, 28 steps; about 0.0 hours with 1 process,")
     assert not list(output.rglob("sweep.md"))
 
     assert main(command) == 0
@@ -96,6 +94,7 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     text = (output / "sweep.md").read_text()
     assert text.startswith("# system\n")
     assert "\n| DLCL | **" in text
+    assert text.count("\n| once | ") == 2  # no pilots
     for point in json.loads((output / "sweep.json").read_text())["points"]:
         assert len(point["runs"]) == (1 if point["values"]["system"] == "once" else 2)
     # The measured steps serve whatever is left.

@@ -12,6 +12,7 @@ A point is a combination of the values of ``--over``, or a system of the recipe'
         pre-norm: {}
         DLCL: {model: {encoder_connection: dlcl}}
         post-norm: {model: {norm: post}, seeds: 1}
+        slow: {optim: {lr: 1e-4}}             # has its own value, so no pilots
         Deep-Att: {recipe: phrases-fflstm}    # model and rates of another recipe
 """
 
@@ -102,7 +103,11 @@ class Pilots:
     steps: int
 
     def of(self, point: Point) -> list[Point]:
-        """The pilots of a point."""
+        """The pilots of a point; none where it has its own value."""
+        given = dict(text.split("=", 1) for text in point.own)
+        section, _, name = self.key.partition(".")
+        if self.key in given or name in (json.loads(given.get(section, "{}")) or ()):
+            return []
         return [point.having(self.key, value) for value in self.values]
 
     def best(self, results: Mapping[Point, Sequence[Result]]) -> Point | None:

@@ -42,9 +42,9 @@ class Sweep:
             runs(point)
 
     def runs(self, point: Point, tried: Mapping[Point, Sequence[Result]]) -> list[Run]:
-        """The runs of a point with the value that its pilots chose; with the first value where none
+        """The runs of a point with the value that its pilots chose, or the first value where none
         of them has a dev NLL."""
-        if self.pilots is None:
+        if self.pilots is None or not tried:
             return self._runs(point)
         return self._runs(point.choosing(self.pilots.best(tried) or next(iter(tried))))
 

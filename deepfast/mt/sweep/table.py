@@ -162,7 +162,8 @@ def _pilot_table(pilots: Pilots, found: Mapping[Point, Results]) -> str:
         for pilot, runs in results.items():
             text = spread(known(runs, "nll"), 3)
             cells.append(f"**{text}**" if pilot == best else text)
-        rows.append([point.name, *cells])
+        if cells:
+            rows.append([point.name, *cells])
     return f"""\
 `{pilots.key}` by the lowest dev NLL of pilots of {pilots.steps:,} steps, one seed:
 
