@@ -1,12 +1,12 @@
 """Numbers of the committed sweeps: what their systems cost, and what their rows say.
 
-    python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ...
+    python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ... --rounds 30
     python -m bench.sweeps rows multi30k-depth bench/results/depth
 
-`cost`: all systems of a recipe take turns in one process with a training step on the same batch,
-one thread. `rows`: mean and standard deviation of dev NLL and BLEU, their difference to the
-baseline with its 95% t interval, and the picture of dev NLL over that time. Both write to
-bench/results/results.csv.
+`cost`: all systems of a recipe, or those of `--only`, take turns in one process with a training
+step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and BLEU, their
+difference to the baseline with its 95% t interval, and the picture of dev NLL over that time. Both
+write to bench/results/results.csv.
 """
 
 import argparse
@@ -36,11 +36,11 @@ def key(recipe: str, point: Point, what: str) -> str:
     return f"{words}_{what}"
 
 
-def cost(recipe: str, overrides: list[str], rounds: int) -> None:
+def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> None:
     """Records the time and the peak memory of a step of every system."""
     torch.set_num_threads(1)
     keep_memory()
-    chosen, *_ = systems(recipe)
+    chosen, *_ = systems(recipe, only)
     trainers: dict[Point, Trainer] = {}
     for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
         # A corpus of its own, so that all see the same batches.
@@ -88,13 +88,13 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
 
 
 def picture(recipe: str, folder: Path, path: Path) -> None:
-    """Draws dev NLL over steps and over time, in steps of the baseline."""
+    """Draws dev NLL over steps and over time, in steps of the baseline, of the systems whose cost
+    was measured."""
     chosen, *_ = systems(recipe)
     numbers = {name: row.value for (name, _), row in read().items()}
     results = {
-        point: [run | {"step_seconds": 60 * numbers[key(recipe, point, "step")]}
-                for run in rows(folder, point)]
-        for point in chosen
+        point: [run | {"step_seconds": 60 * took} for run in rows(folder, point)]
+        for point in chosen if (took := numbers.get(key(recipe, point, "step"))) is not None
     }  # fmt: skip
     draw_learning(results, path, f"time, in steps of {chosen[0].name}")
 
@@ -105,13 +105,14 @@ def main(argv: list[str] | None = None) -> int:
     task = tasks.add_parser("cost")
     task.add_argument("recipe")
     task.add_argument("overrides", nargs="*", metavar="key=value")
+    task.add_argument("--only", action="append", default=[], metavar="NAME")
     task.add_argument("--rounds", type=int, default=30)
     task = tasks.add_parser("rows")
     task.add_argument("recipe")
     task.add_argument("folder", type=Path)
     args = parser.parse_args(argv)
     if args.task == "cost":
-        cost(args.recipe, args.overrides, args.rounds)
+        cost(args.recipe, args.overrides, args.only, args.rounds)
         return 0
     command = f"python -m bench.sweeps rows {args.recipe} {args.folder}"
     for name, (value, spread, unit, what) in values(args.recipe, args.folder).items():
