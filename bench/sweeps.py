@@ -87,16 +87,18 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     return found
 
 
-def picture(recipe: str, folder: Path, path: Path) -> None:
+def picture(recipe: str, folder: Path, path: Path) -> bool:
     """Draws dev NLL over steps and over time, in steps of the baseline, of the systems whose cost
-    was measured."""
+    was measured; returns whether there are any."""
     chosen, *_ = systems(recipe)
     numbers = {name: row.value for (name, _), row in read().items()}
     results = {
         point: [run | {"step_seconds": 60 * took} for run in rows(folder, point)]
         for point in chosen if (took := numbers.get(key(recipe, point, "step"))) is not None
     }  # fmt: skip
-    draw_learning(results, path, f"time, in steps of {chosen[0].name}")
+    if results:
+        draw_learning(results, path, f"time, in steps of {chosen[0].name}")
+    return bool(results)
 
 
 def main(argv: list[str] | None = None) -> int:

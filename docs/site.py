@@ -7,7 +7,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 # README.md is not a page of the site: index.md has its content.
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "examples/*.ipynb")
+OUTSIDE = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "bench/results/depth*/*.*",
+    "examples/*.ipynb",
+)  # fmt: skip
 
 
 def on_files(files, config):
