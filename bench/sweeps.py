@@ -5,8 +5,8 @@
 
 `cost`: all systems of a recipe, or those of `--only`, take turns in one process with a training
 step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and BLEU, their
-difference to the baseline with its 95% t interval, and the picture of dev NLL over that time. Both
-write to bench/results/results.csv.
+difference to the baseline and those of `PAIRS` with 95% t intervals, and the picture of dev NLL
+over that time. Both write to bench/results/results.csv.
 """
 
 import argparse
@@ -28,12 +28,23 @@ from deepfast.mt.training.trainer import Trainer
 
 DIGITS = {"nll": 3, "bleu": 1}
 UNITS = {"nll": "nats/token", "bleu": "BLEU"}
+PAIRS = (
+    ("DLCL, 30 layers", "DLCL, 6 layers"),
+    ("attention residuals, 30 layers", "attention residuals, 6 layers"),
+    ("DLCL, 30 layers", "attention residuals, 30 layers"),
+    ("DLCL, 6 layers", "pre-norm, 6 layers"),
+    ("attention residuals, 6 layers", "pre-norm, 6 layers"),
+)
+"""Systems that are compared with another one than the first."""
+
+
+def words(text: str) -> str:
+    return re.sub(r"\W+", "_", text).lower()
 
 
 def key(recipe: str, point: Point, what: str) -> str:
     """The key of a number in the file of results."""
-    words = re.sub(r"\W+", "_", f"{recipe}_{point.name}").lower()
-    return f"{words}_{what}"
+    return f"{words(f'{recipe}_{point.name}')}_{what}"
 
 
 def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> None:
@@ -67,23 +78,28 @@ def rows(folder: Path, point: Point) -> list[Result]:
 def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     """Key of a number -> the number, what stands behind it, its unit, and what it is."""
     chosen, *_ = systems(recipe)
-    base, found = rows(folder, chosen[0]), {}
+    named, found = {point.name: point for point in chosen}, {}
     for point in chosen:
-        runs = rows(folder, point)
         for name, digits in DIGITS.items():
-            own, less = known(runs, name), differences(runs, base, name)
-            if not own:
-                continue
-            spread = f"± {statistics.stdev(own):.{digits}f}" if len(own) > 1 else ""
-            what = f"{name} of {point.name}, {len(own)} seeds, {recipe}"
-            found[key(recipe, point, name)] = statistics.mean(own), spread, UNITS[name], what
+            own = known(rows(folder, point), name)
+            if own:
+                spread = f"± {statistics.stdev(own):.{digits}f}" if len(own) > 1 else ""
+                what = f"{name} of {point.name}, {len(own)} seeds, {recipe}"
+                found[key(recipe, point, name)] = statistics.mean(own), spread, UNITS[name], what
+    pairs = [(point, chosen[0], "") for point in chosen[1:]]
+    pairs += [(named[ours], named[theirs], "_" + words(theirs))
+              for ours, theirs in PAIRS if {ours, theirs} <= named.keys()]  # fmt: skip
+    for point, base, behind in pairs:
+        for name, digits in DIGITS.items():
+            less = differences(rows(folder, point), rows(folder, base), name)
             bounds = interval(less)
-            if point != chosen[0] and bounds is not None:
-                spread = f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
-                what = f"{name} of {point.name} less {chosen[0].name}, {len(less)} seeds, {recipe}"
-                found[key(recipe, point, f"{name}_less")] = (
-                    statistics.mean(less), spread, UNITS[name], what,
-                )  # fmt: skip
+            if bounds is None:
+                continue
+            spread = f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
+            what = f"{name} of {point.name} less {base.name}, {len(less)} seeds, {recipe}"
+            found[key(recipe, point, f"{name}_less{behind}")] = (
+                statistics.mean(less), spread, UNITS[name], what,
+            )  # fmt: skip
     return found
 
 
