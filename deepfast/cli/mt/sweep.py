@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return runs(replace(pilot, seeds=1), 1, folder / "pilots", *short)[0]
 
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
-    words += [*(f"--only={name}" for name in args.only or ()), f"--seeds={seeds}"]
+    words += [*(f"--only={name}" for name in args.only or ())]
+    words += [f"--seeds={args.seeds}"] if args.seeds is not None else []
     command = shlex.join(["deepfast", "mt", "sweep", *words])
     machine = environment()
     values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
