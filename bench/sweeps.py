@@ -79,26 +79,28 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     """Key of a number -> the number, what stands behind it, its unit, and what it is."""
     chosen, *_ = systems(recipe)
     named, found = {point.name: point for point in chosen}, {}
+    runs = {point: rows(folder, point) for point in chosen}
     for point in chosen:
         for name, digits in DIGITS.items():
-            own = known(rows(folder, point), name)
+            own = known(runs[point], name)
             if own:
                 spread = f"± {statistics.stdev(own):.{digits}f}" if len(own) > 1 else ""
                 what = f"{name} of {point.name}, {len(own)} seeds, {recipe}"
-                found[key(recipe, point, name)] = statistics.mean(own), spread, UNITS[name], what
+                mean = round(statistics.mean(own), digits)
+                found[key(recipe, point, name)] = mean, spread, UNITS[name], what
     pairs = [(point, chosen[0], "") for point in chosen[1:]]
     pairs += [(named[ours], named[theirs], "_" + words(theirs))
               for ours, theirs in PAIRS if {ours, theirs} <= named.keys()]  # fmt: skip
     for point, base, behind in pairs:
         for name, digits in DIGITS.items():
-            less = differences(rows(folder, point), rows(folder, base), name)
+            less = differences(runs[point], runs[base], name)
             bounds = interval(less)
             if bounds is None:
                 continue
             spread = f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
             what = f"{name} of {point.name} less {base.name}, {len(less)} seeds, {recipe}"
             found[key(recipe, point, f"{name}_less{behind}")] = (
-                statistics.mean(less), spread, UNITS[name], what,
+                round(statistics.mean(less), digits), spread, UNITS[name], what,
             )  # fmt: skip
     return found
 

@@ -244,7 +244,7 @@ def _legend(figure, axes, title: str) -> None:
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return
-    names = ["\n".join(textwrap.wrap(name, CAPTION - 12)) for name in names]
+    names = ["\n".join(textwrap.wrap(name, CAPTION - 12)).replace("$", r"\$") for name in names]
     figure.legend(
         handles, names, loc="outside upper left", frameon=False, fontsize=9, alignment="left",
         title=title, title_fontsize=9,

@@ -65,7 +65,7 @@ sweep:
   pilots: {key: optim.lr, values: [1e-3, 1e38], steps: 2}
   systems:
     plain: {model: {encoder_connection: residual}}
-    DLCL: {model: {encoder_connection: dlcl}}
+    DLCL: {model: {encoder_connection: dlcl}, train: {max_steps: 4}}
     once: {model: {encoder_connection: attnres}, optim: {lr: 2e-3}, seeds: 1}
 """
 

@@ -99,18 +99,19 @@ def run(args: argparse.Namespace) -> int:
     if args.seeds is not None:
         chosen, seeds = [replace(point, seeds=None) for point in chosen], args.seeds
 
-    def runs(point: Point, seeds: int, where: Path | None, *more: str) -> list[Run]:
-        (own,) = runs_of(args.recipe, [*args.overrides, *more], [point], seeds, where).values()
+    def runs(point: Point, seeds: int, where: Path | None) -> list[Run]:
+        (own,) = runs_of(args.recipe, args.overrides, [point], seeds, where).values()
         return own
 
     folder = runs(chosen[0], seeds, args.output)[0].folder.parents[1]
 
     def trial(pilot: Point) -> Run:
-        short = f"train.max_steps={pilots.steps}", "train.test_bleu=false"
-        return runs(replace(pilot, seeds=1), 1, folder / "pilots", *short)[0]
+        # Behind what the system sets itself.
+        own = (*pilot.own, f"train.max_steps={pilots.steps}", "train.test_bleu=false")
+        return runs(replace(pilot, seeds=1, own=own), 1, folder / "pilots")[0]
 
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
-    words += [*(f"--only={name}" for name in args.only or ())]
+    words += [f"--only={name}" for name in args.only or ()]
     words += [f"--seeds={args.seeds}"] if args.seeds is not None else []
     command = shlex.join(["deepfast", "mt", "sweep", *words])
     machine = environment()

@@ -104,9 +104,11 @@ class Pilots:
 
     def of(self, point: Point) -> list[Point]:
         """The pilots of a point; none where it has its own value."""
-        given = dict(text.split("=", 1) for text in point.own)
-        section, _, name = self.key.partition(".")
-        if self.key in given or name in (json.loads(given.get(section, "{}")) or ()):
+        given = {key: json.loads(value) for key, value in (x.split("=", 1) for x in point.own)}
+        value, (*above, last) = given, self.key.split(".")
+        for name in above:
+            value = value.get(name) if isinstance(value, dict) else None
+        if self.key in given or (isinstance(value, dict) and last in value):
             return []
         return [point.having(self.key, value) for value in self.values]
 
@@ -190,6 +192,8 @@ def systems(recipe: str, only: Sequence[str] = ()) -> tuple[list[Point], int, Pi
         "names that differ in more than a space and a hyphen",
         given,
     )
+    taken = [point.name for point in found if point.folder.strip(".") in ("", "plan", "pilots")]
+    expect(not taken, "sweep.systems", "names that can be folders beside plan and pilots", taken)
     seeds = section.get("seeds", 1)
     expect(is_whole(seeds) and seeds > 0, "sweep.seeds", "an integer of at least 1", seeds)
     return found, seeds, _pilots(section.get("pilots"))

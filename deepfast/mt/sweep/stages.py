@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deepfast.mt.sweep.grid import Pilots, Point
@@ -37,9 +37,8 @@ class Sweep:
             for point in chosen
         }
         """The pilots of every point."""
-        for point in chosen:
-            # Refuses what cannot run, before anything does.
-            runs(point)
+        # Refuses what cannot run, before anything does.
+        self._first = {point: runs(point)[0] for point in chosen}
 
     def runs(self, point: Point, tried: Mapping[Point, Sequence[Result]]) -> list[Run]:
         """The runs of a point with the value that its pilots chose, or the first value where none
@@ -60,12 +59,12 @@ class Sweep:
 
     def plan(self, processes: Processes, folder: Path) -> str | None:
         """See `deepfast.mt.sweep.plan.plan`."""
-        first = {point: self._runs(point)[0] for point in self.chosen}
         left = {point: self.left(point) for point in self.chosen}
-        return plan(left, first, processes, folder)
+        return plan(left, self._first, processes, folder)
 
     def make(self, processes: Processes) -> bool:
-        """Makes the pilots and then the runs; returns whether none of them failed."""
+        """Makes the pilots and then the runs; returns whether none of them failed. A point with a
+        pilot that failed has no runs yet: the pilot may still win."""
         lines = {pilot: [run] for own in self.trials.values() for pilot, run in own.items()}
         found = compare(lines, processes)
         tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
@@ -74,6 +73,11 @@ class Sweep:
         def write(results: Mapping[Point, Mapping[Run, Result]]) -> None:
             self._write({point: list(own.values()) for point, own in results.items()}, tried)
 
-        runs = {point: self.runs(point, tried[point]) for point in self.chosen}
+        runs = {point: [] if _failed(tried[point].values()) else self.runs(point, tried[point])
+                for point in self.chosen}  # fmt: skip
         results = compare(runs, processes, write)
-        return not any("failed" in run for own in results.values() for run in own.values())
+        return not _failed(own.values() for own in (*found.values(), *results.values()))
+
+
+def _failed(lines: Iterable[Iterable[Result]]) -> bool:
+    return any("failed" in run for runs in lines for run in runs)
