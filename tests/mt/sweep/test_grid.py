@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.mt.sweep.grid import points, runs_of, systems
+from deepfast.mt.sweep.grid import Pilots, Point, points, runs_of, systems
 from deepfast.mt.sweep.plan import steps_of
-from deepfast.mt.sweep.runs import read_recipe
+from deepfast.mt.sweep.runs import Processes, read_recipe
+from deepfast.mt.sweep.stages import Sweep
 from deepfast.mt.training import RecipeError, load_recipe, recipe_names
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
@@ -106,6 +107,37 @@ def test_systems_of_a_file(file, tmp_path):
     assert load_recipe(file).model["dim"] == 16
 
 
+@pytest.mark.parametrize(
+    ("own", "key", "pilots"),
+    [
+        ('optim={"lr": 1}', "optim.lr", 0), ("optim.lr=1", "optim.lr", 0),
+        ("optim=5", "optim.lr", 2), ("optim=null", "optim.lr", 2),
+        ('optim={"warmup": 9}', "optim.lr", 2), ("model={}", "model.dlcl.init", 2),
+        ('model={"dlcl": {"init": "one"}}', "model.dlcl.init", 0),
+    ],
+)  # fmt: skip
+def test_a_value_of_its_own_has_no_pilots(own, key, pilots):
+    point = Point((("system", "a"),), (own,))
+    assert len(Pilots(key, ("1", "2"), 3).of(point)) == pilots
+
+
+def test_a_pilot_that_failed_starts_no_run_of_its_system(tmp_path, monkeypatch):
+    made = []
+
+    def compare(lines, processes, write=None):
+        made.append([run for runs in lines.values() for run in runs])
+        return {line: dict.fromkeys(runs, results[line.name]) for line, runs in lines.items()}
+
+    good, bad = (Point((("system", name),)) for name in ("good", "bad"))
+    pilots = Pilots("optim.lr", ("1", "2"), 3)
+    results = {point.name: {"nll": 1.0} for point in (good, bad, *pilots.of(good), *pilots.of(bad))}
+    results["bad, optim.lr=2"] = {"failed": "exit 1"}
+    monkeypatch.setattr("deepfast.mt.sweep.stages.compare", compare)
+    sweep = Sweep([good, bad], lambda point: [point.name], pilots, lambda pilot: pilot.name, print)
+    assert not sweep.make(Processes())
+    assert made == [[pilot.name for point in (good, bad) for pilot in pilots.of(point)], ["good"]]
+
+
 @pytest.mark.parametrize("name", ["phrases-systems", "phrases-growing", "multi30k-depth"])
 def test_every_system_that_ships_is_a_recipe(name, tmp_path):
     chosen, seeds, pilots = systems(name)
@@ -151,6 +183,7 @@ def test_every_kind_of_fusion_is_a_system():
         (("key: optim.lr", "key: train.seed"), "expected another key than train.seed, which --se"),
         (("plain net: {}", "DLCL : {}"), "the key DLCL occurs twice"),
         (("plain net: {}", "LSTM 1: {}\n    LSTM-1: {}"), "names that differ in more than a space"),
+        (("plain net: {}", "..: {}"), "names that can be folders beside plan and pilots"),
         (("recipe: phrases-fflstm", "recipe: 3"), "sweep.systems.LSTM.recipe: expected a recipe's"),
     ],
 )  # fmt: skip
