@@ -42,7 +42,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 }
 """Name -> arguments of `deepfast.connect`. ELC-BERT's blocks drop their input, so its loop is the
 model's own."""
-PILOTS = Pilots("lr", ("1e-3", "2e-3", "4e-3", "8e-3"), 500)
+PILOTS = Pilots("lr", ("1e-3", "2e-3", "4e-3"), 500)
 SIZES = {"layers": 24, "dim": 128, "heads": 4, "ffn_dim": 256, "vocab_size": 3000, "length": 128,
          "batch": 8, "dropout": 0.1, "warmup": 200, "validate_every": 150}  # fmt: skip
 
