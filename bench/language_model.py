@@ -21,15 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepfast
+from deepfast import checks
 from deepfast.machine import environment
 from deepfast.measure.sweep_picture import write_page
+from deepfast.memory.count import LiveBytes
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import read_lines
 from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
 from deepfast.mt.sweep.one import MACHINE, parameters
-from deepfast.mt.sweep.runs import SETTINGS, Processes, Run, read_object, write_result
+from deepfast.mt.sweep.runs import INTERRUPTED, SETTINGS, Processes, Run, read_object, write_result
 from deepfast.mt.sweep.stages import Sweep
 from deepfast.mt.training.environment import peak_bytes
+from deepfast.mt.training.run_folder import only_run
 
 TWO_READS = {"sublayers": (("norm1", "attention"), ("norm2", "mlp"))}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
@@ -42,6 +45,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 }
 """Name -> arguments of `deepfast.connect`. ELC-BERT's blocks drop their input, so its loop is the
 model's own."""
+POINTS = [Point(((SYSTEM, name),)) for name in SYSTEMS]
 PILOTS = Pilots("lr", ("1e-3", "2e-3", "4e-3"), 500)
 SIZES = {"layers": 24, "dim": 128, "heads": 4, "ffn_dim": 256, "vocab_size": 3000, "length": 128,
          "batch": 8, "dropout": 0.1, "warmup": 200, "validate_every": 150}  # fmt: skip
@@ -169,34 +173,67 @@ def validate(model: Model, stream: Tensor) -> float:
     )
 
 
+class Training:
+    """A model and its optimizer, on the stream of tokens ``learned``."""
+
+    def __init__(self, settings: dict[str, Any], learned: Tensor):
+        self.settings, self.learned, self.steps = settings, learned, 0
+        torch.manual_seed(settings["seed"])
+        self.model = Model(settings["system"], settings)
+        self.order = torch.Generator().manual_seed(settings["seed"])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), betas=(0.9, 0.98), fused=True)
+
+    def train_step(self) -> tuple[float, list[float]]:
+        """One step on the next windows; returns the loss and the gradient norm of each block. It
+        changes nothing where the loss or a gradient is not finite."""
+        s = self.settings
+        self.steps += 1
+        starts = torch.randint(len(self.learned) - s["length"], (s["batch"],), generator=self.order)
+        rise = min(self.steps / s["warmup"], (s["warmup"] / self.steps) ** 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(s["lr"]) * rise
+        self.optimizer.zero_grad()
+        loss = self.model.loss(windows(self.learned, starts, s["length"]))
+        loss.backward()
+        each = [nn.utils.get_total_norm([p.grad for p in block.parameters()])
+                for block in self.model.blocks]  # fmt: skip
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not math.isfinite(loss.item() + norm.item()):
+            return math.nan, []
+        self.optimizer.step()
+        return loss.item(), [float(f"{norm:.4g}") for norm in each]
+
+    def measure(self) -> int:
+        """Bytes at the peak of a step, with parameters, gradients and Adam."""
+        self.optimizer.zero_grad()
+        with LiveBytes() as live:
+            self.train_step()
+        # Parameters and Adam's state are from before.
+        return live.peak + 3 * 4 * parameters(self.model)
+
+
+def trainings(texts: dict[str, str]) -> dict[Point, Training]:
+    """The training of every system, on the same batches, for a measurement."""
+    settings = SIZES | texts | {"seed": 1, "lr": PILOTS.values[0]}
+    learned, _ = streams(settings)
+    return {point: Training(settings | {"system": point.name}, learned) for point in POINTS}
+
+
 def train(settings: dict[str, Any]) -> dict[str, Any]:
     """One run; its result has the keys of a sweep's."""
     torch.set_num_threads(1)
     machine, began = environment(), time.perf_counter()
     learned, dev = streams(settings)
-    torch.manual_seed(settings["seed"])
-    model = Model(settings["system"], settings)
-    order = torch.Generator().manual_seed(settings["seed"])
-    rate, warmup, length = float(settings["lr"]), settings["warmup"], settings["length"]
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
-    curve, norms, seconds = [], [], []
+    training, length = Training(settings, learned), settings["length"]
+    model, curve, norms, seconds = training.model, [], [], []
     for step in range(1, settings["steps"] + 1):
         start = time.perf_counter()
-        starts = torch.randint(len(learned) - length, (settings["batch"],), generator=order)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(step / warmup, (warmup / step) ** 0.5)
-        optimizer.zero_grad()
-        loss = model.loss(windows(learned, starts, length))
-        loss.backward()
-        if step in (1, settings["steps"]):
-            each = [nn.utils.get_total_norm([p.grad for p in block.parameters()])
-                    for block in model.blocks]  # fmt: skip
-            norms.append({"step": step, "grad_norm_blocks": [float(f"{n:.4g}") for n in each]})
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not math.isfinite(loss.item() + norm.item()):
-            return {"diverged": f"step {step}: the loss is {loss.item():g}"}
-        optimizer.step()
+        loss, each = training.train_step()
         seconds.append(time.perf_counter() - start)
+        if math.isnan(loss):
+            return {"diverged": f"step {step}: the loss or a gradient is not finite"}
+        if step in (1, settings["steps"]):
+            norms.append({"step": step, "grad_norm_blocks": each})
         if step % settings["validate_every"] == 0 or step == settings["steps"]:
             curve.append([step, validate(model, dev)])
             print(f"step {step}: dev NLL {curve[-1][1]:.4f}", flush=True)
@@ -225,6 +262,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not args.train or not args.dev:
         parser.error("expected --train and --dev, got none")
+    checks.whole("language_model", seeds=args.seeds)
+    checks.whole("language_model", 0, jobs=args.jobs)
+    checks.whole("language_model", 2, steps=args.steps)
+    if args.jobs:
+        streams(SIZES | {"train": args.train, "dev": args.dev})
     settings = SIZES | {"train": args.train, "dev": args.dev, "steps": args.steps}
     command = shlex.join(["python", "-m", "bench.language_model", *(argv or sys.argv[1:])])
 
@@ -242,13 +284,17 @@ def main(argv: list[str] | None = None) -> int:
 
     seeds = range(1, args.seeds + 1)
     sweep = Sweep(
-        [Point(((SYSTEM, name),)) for name in SYSTEMS],
+        POINTS,
         lambda point: [run(point, seed, args.output) for seed in seeds], PILOTS, trial, write,
     )  # fmt: skip
-    succeeded = sweep.make(Processes(args.jobs, 1))
+    with only_run(args.output, "--output"):
+        succeeded = sweep.make(Processes(args.jobs, 1))
     print(args.output / "sweep.md")
     return int(not succeeded)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -2,11 +2,14 @@
 
     python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ... --rounds 30
     python -m bench.sweeps rows multi30k-depth bench/results/depth
+    python -m bench.sweeps cost language-model train=TEXT/train.en dev=TEXT/val.en
+    python -m bench.sweeps rows language-model bench/results/depth_language
 
-`cost`: all systems of a recipe, or those of `--only`, take turns in one process with a training
-step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and BLEU, their
-difference to the baseline and those of `PAIRS` with 95% t intervals, and the picture of dev NLL
-over that time. Both write to bench/results/results.csv.
+`cost`: all systems of a recipe, or the first and those of `--only`, take turns in one process with
+a training step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and
+BLEU, their difference to the baseline and those of `PAIRS` with 95% t intervals, and the picture of
+dev NLL over that time. Both write to bench/results/results.csv. language-model stands for the
+systems of `bench.language_model`.
 """
 
 import argparse
@@ -14,13 +17,15 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from bench import language_model
 from bench.record import read, record
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.sweep_picture import draw_learning
-from deepfast.mt.sweep.grid import Point, runs_of, systems
+from deepfast.mt.sweep.grid import Point, named, runs_of, systems
 from deepfast.mt.sweep.runs import Result, read_object
 from deepfast.mt.sweep.table import differences, interval, known
 from deepfast.mt.training.corpus import load_corpus
@@ -38,6 +43,14 @@ PAIRS = (
 """Systems that are compared with another one than the first."""
 
 
+LANGUAGE = "language-model"
+
+
+def points(recipe: str) -> list[Point]:
+    """The systems of a recipe, or of `bench.language_model`."""
+    return language_model.POINTS if recipe == LANGUAGE else systems(recipe)[0]
+
+
 def words(text: str) -> str:
     return re.sub(r"\W+", "_", text).lower()
 
@@ -51,16 +64,22 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
     """Records the time and the peak memory of a step of every system."""
     torch.set_num_threads(1)
     keep_memory()
-    chosen, *_ = systems(recipe, only)
-    trainers: dict[Point, Trainer] = {}
-    for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
-        # A corpus of its own, so that all see the same batches.
-        corpus = load_corpus(run.recipe.data, seed=1, folder=None)
-        trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
+    chosen = points(recipe)
+    first = chosen[0]
+    chosen = list(dict.fromkeys([first, *named(chosen, only)]))
+    trainers: dict[Point, Any] = {}
+    if recipe == LANGUAGE:
+        all_of_them = language_model.trainings(dict(text.split("=", 1) for text in overrides))
+        trainers = {point: all_of_them[point] for point in chosen}
+    else:
+        for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
+            # A corpus of its own, so that all see the same batches.
+            corpus = load_corpus(run.recipe.data, seed=1, folder=None)
+            trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
     steps = {point: trainer.train_step for point, trainer in trainers.items()}
     seconds = interleave(steps, repeats=rounds)
     peaks = {point: trainer.measure() for point, trainer in trainers.items()}
-    command, first = f"python -m bench.sweeps cost {recipe}", chosen[0]
+    command = f"python -m bench.sweeps cost {recipe}"
     for point in chosen:
         over = f"{point.name} over {first.name}, {rounds} rounds"
         took, peak = ratio(seconds[point], seconds[first]), peaks[point] / peaks[first]
@@ -71,14 +90,16 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
 
 def rows(folder: Path, point: Point) -> list[Result]:
     """The results of a system's runs in a sweep's folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: expected the folder of a sweep, got none")
     found = sorted((folder / point.folder).glob("seed-*/result.json"))
     return [read_object(path, seed=int) for path in found]
 
 
 def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     """Key of a number -> the number, what stands behind it, its unit, and what it is."""
-    chosen, *_ = systems(recipe)
-    named, found = {point.name: point for point in chosen}, {}
+    chosen = points(recipe)
+    called, found = {point.name: point for point in chosen}, {}
     runs = {point: rows(folder, point) for point in chosen}
     for point in chosen:
         for name, digits in DIGITS.items():
@@ -89,8 +110,8 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
                 mean = round(statistics.mean(own), digits)
                 found[key(recipe, point, name)] = mean, spread, UNITS[name], what
     pairs = [(point, chosen[0], "") for point in chosen[1:]]
-    pairs += [(named[ours], named[theirs], "_" + words(theirs))
-              for ours, theirs in PAIRS if {ours, theirs} <= named.keys()]  # fmt: skip
+    pairs += [(called[ours], called[theirs], "_" + words(theirs))
+              for ours, theirs in PAIRS if {ours, theirs} <= called.keys()]  # fmt: skip
     for point, base, behind in pairs:
         for name, digits in DIGITS.items():
             less = differences(runs[point], runs[base], name)
@@ -108,7 +129,7 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
 def picture(recipe: str, folder: Path, path: Path) -> bool:
     """Draws dev NLL over steps and over time, in steps of the baseline, of the systems whose cost
     was measured; returns whether there are any."""
-    chosen, *_ = systems(recipe)
+    chosen = points(recipe)
     numbers = {name: row.value for (name, _), row in read().items()}
     results = {
         point: [run | {"step_seconds": 60 * took} for run in rows(folder, point)]

@@ -134,7 +134,7 @@ def draw(results: Results, points: Sequence[Point], path: Path) -> None:
 
 def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
     """Writes the picture of dev NLL over steps and over time: each run thin, the mean thick. The
-    time of a step is that of the run without what comes before its first step.
+    time of a step is the median of the runs' medians.
 
     Args:
         time: what 60 of the seconds in ``step_seconds`` of a result are called.
@@ -152,7 +152,7 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
             length = min(map(len, curves))
             steps = [step for step, _ in curves[0][:length]]
             mean = [statistics.mean(curve[at][1] for curve in curves) for at in range(length)]
-            minutes = statistics.mean(run["step_seconds"] for run in runs) / 60
+            minutes = statistics.median(run["step_seconds"] for run in runs) / 60
             for axes, scale in zip(grid, (1.0, minutes), strict=True):
                 for curve in curves:
                     axes.plot([scale * step for step, _ in curve], [nll for _, nll in curve],

@@ -69,7 +69,7 @@ def test_the_same_run_has_the_same_losses(text):
 
 def test_pilots_seeds_and_the_page(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "SIZES", SIZES | SMALL)
-    monkeypatch.setattr(module, "SYSTEMS", {name: SYSTEMS[name] for name in [*SYSTEMS][:2]})
+    monkeypatch.setattr(module, "POINTS", module.POINTS[:2])
     monkeypatch.setattr(module, "PILOTS", replace(PILOTS, values=("1e-2", "1e38"), steps=2))
 
     def start(run, threads):
@@ -89,4 +89,30 @@ def test_pilots_seeds_and_the_page(text, tmp_path, monkeypatch, capsys):
     assert f"\n| DenseFormer | {mean:.3f} ± " in page
     kept = {path: path.stat().st_mtime_ns for path in output.rglob("result.json")}
     assert main(words) == 0
+    assert not main(["--jobs", "0", *words])
     assert kept == {path: path.stat().st_mtime_ns for path in output.rglob("result.json")}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seeds", "0"], "seeds must be an integer of at least 1, got 0"),
+        (["--jobs", "-1"], "jobs must be an integer of at least 0, got -1"),
+        (["--steps", "1"], "steps must be an integer of at least 2, got 1"),
+        (["--dev", "none"], "none"),
+    ],
+)
+def test_refused_before_any_run(text, tmp_path, words, sentence):
+    output = tmp_path / "runs"
+    with pytest.raises(ValueError, match=sentence):
+        main(["--train", text, "--dev", text, "--output", str(output), *words])
+    assert not output.exists()
+
+
+def test_the_cost_of_every_system(text, monkeypatch):
+    monkeypatch.setattr(module, "SIZES", SIZES | SMALL)
+    found = module.trainings({"train": text, "dev": text})
+    assert [point.name for point in found] == [*SYSTEMS]
+    peaks = [training.measure() for training in found.values()]
+    plain, *others = peaks
+    assert min(others) > plain > 16 * module.parameters(next(iter(found.values())).model)

@@ -22,7 +22,7 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "data.vocab_size=120, optim.lr=1e-3, seed 1: BLEU " in said
     assert "data.vocab_size=120, optim.lr=1e38, seed 1: diverged, step " in said
-    names = ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg", "sweep.json")
+    names = ("sweep.json", "sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg")
     assert said.splitlines()[-5:] == [f"{output}/{name}" for name in names]
     content = json.loads((output / "sweep.json").read_text())
     assert content["over"] == {"data.vocab_size": ["120"], "optim.lr": ["1e-3", "1e38"]}
@@ -100,7 +100,7 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     # The measured steps serve whatever is left.
     shutil.rmtree(output / "DLCL" / "seed-2")
     assert main(command) == 0
-    assert "\nplan: 1 runs of 1 points" in capsys.readouterr().out
+    assert "\nplan: 1 run of 1 point," in capsys.readouterr().out
     text = (output / "sweep.md").read_text()
     # What a run leaves is enough: the rest may go, and nothing is made again.
     kept = {path: path.read_bytes() for path in output.rglob("result.json")}
@@ -117,5 +117,20 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     assert main([*command, "--jobs", "0"]) == 0
     assert "\n| once | " in (output / "sweep.md").read_text()
     assert not (output / "DLCL" / "seed-2").exists()
+    # The page keeps what has finished before, and nothing else is made.
+    shutil.rmtree(output / "once")
     assert main([*command, "--only", "once"]) == 0
-    assert "\n| plain |" not in (output / "sweep.md").read_text()
+    assert not (output / "DLCL" / "seed-2").exists()
+    left = (output / "sweep.md").read_text()
+    assert left.count("\n| plain | ") == text.count("\n| plain | ") == 3
+    assert left.count("\n| once | ") == 2
+    # Steps that were measured with other settings are measured again.
+    shutil.rmtree(output / "once" / "seed-1")
+    settings = output / "plan" / "once" / "settings.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text((output / "plain/seed-1/settings.json").read_text())
+    assert main([*command, "--only", "once"]) == 0
+    # Without any result there is no page.
+    capsys.readouterr()
+    assert main([*command, "--jobs", "0", "--output", str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out == ""

@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or a name from deepfast mt train --list")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="a system of the recipe; may be repeated"
-    )
+        "--only", action="append", metavar="NAME",
+        help="a system whose runs are made; may be repeated; the page has all finished runs",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="runs of each; default: the recipe's, or 1")
     parser.add_argument("--plan", action="store_true", help="end after the plan")
     help = "folder; default: the recipe's output with -sweep at its end"
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.files import require, write_atomically
     from deepfast.machine import environment
     from deepfast.measure.sweep_picture import write_page
-    from deepfast.mt.sweep.grid import points, runs_of, systems
+    from deepfast.mt.sweep.grid import named, points, runs_of, systems
     from deepfast.mt.sweep.stages import Sweep
     from deepfast.mt.training import RecipeError
     from deepfast.mt.training.run_folder import only_run
@@ -93,11 +94,10 @@ def run(args: argparse.Namespace) -> int:
     require("matplotlib", "drawing a sweep")
     if args.over and args.only:
         raise RecipeError("--only: expected no --over beside it, which has no names")
-    chosen, seeds, pilots = (
-        (points(args.over), 1, None) if args.over else systems(args.recipe, args.only or ())
-    )
+    chosen, seeds, pilots = (points(args.over), 1, None) if args.over else systems(args.recipe)
     if args.seeds is not None:
         chosen, seeds = [replace(point, seeds=None) for point in chosen], args.seeds
+    only = named(chosen, args.only or ())
 
     def runs(point: Point, seeds: int, where: Path | None) -> list[Run]:
         (own,) = runs_of(args.recipe, args.overrides, [point], seeds, where).values()
@@ -111,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
         return runs(replace(pilot, seeds=1, own=own), 1, folder / "pilots")[0]
 
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
-    words += [f"--only={name}" for name in args.only or ()]
     words += [f"--seeds={args.seeds}"] if args.seeds is not None else []
     command = shlex.join(["deepfast", "mt", "sweep", *words])
     machine = environment()
@@ -131,15 +130,15 @@ def run(args: argparse.Namespace) -> int:
 
     with only_run(folder, "--output"):
         _check_keys(folder / "sweep.json", list(values))
-        sweep = Sweep(chosen, lambda point: runs(point, seeds, folder), pilots, trial, write)
+        sweep = Sweep(chosen, lambda point: runs(point, seeds, folder), pilots, trial, write, only)
         planned = sweep.plan(processes, folder) if args.jobs else None
         if planned is not None or args.plan:
             print(planned or "plan: nothing to measure: no run is left, or all are short")
         if args.plan:
             return 0
         succeeded = sweep.make(processes)
-    for name in ("sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg", "sweep.json"):
-        print(folder / name)
+    for path in sorted(folder.glob("sweep*")):
+        print(path)
     return int(not succeeded)
 
 

@@ -79,8 +79,6 @@ class TransformerConfig(ModelConfig):
     """"pre", "post", "deepnorm" or "keel", see `deepfast.nn.TransformerEncoder`."""
     decoder_norm: str | None = None
     """The decoder's own `norm`; None: as the encoder's."""
-    encoder_depth_init: bool = False
-    """`depth_init` of the encoder, see `deepfast.nn.TransformerEncoder`; needs init "xavier"."""
     norm_type: str = "layer"
     """"layer" or "rms": the norms of the layers, of the stacks and inside DLCL. Those inside
     transparent attention and fusions are layer-norms. "none": the layers and the stacks have no
@@ -124,9 +122,6 @@ class TransformerConfig(ModelConfig):
         checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
                                            "mixture_dropout"))  # fmt: skip
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
-        checks.flag(op, encoder_depth_init=self.encoder_depth_init)
-        if self.encoder_depth_init and self.init != "xavier":
-            raise ValueError(f"{op}: encoder_depth_init needs init xavier, got {self.init}")
         checks.choice(op, NORMS, norm=self.norm)
         checks.choice(op, (None, *NORMS), decoder_norm=self.decoder_norm)
         checks.choice(op, ACTIVATIONS, activation=self.activation)
@@ -309,7 +304,6 @@ class TransformerConfig(ModelConfig):
                 "block": block if connection == "block_attnres" else None,
                 "reads": reads if connection in ATTENTION_RESIDUALS else None,
                 "latent": latent if connection == "latent" else None,
-                "depth_init": self.encoder_depth_init and side == "encoder",
             }
             | ({"decoder_layers": self.decoder_layers} if self._scales(side) else {})
         )

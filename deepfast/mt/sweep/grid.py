@@ -34,12 +34,13 @@ from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.mt.training.errors import expect
 from deepfast.mt.training.recipe_file import read_recipe_file
 
-DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output"}
-"""Keys that a sweep sets itself, and the option that decides them."""
 LONGEST = 100
 """Characters of a folder's name."""
 SYSTEM = "system"
 """What stands above the names of systems."""
+DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output",
+           SYSTEM: "--only"}  # fmt: skip
+"""Keys that a sweep sets itself, and the option that decides them."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,7 @@ class Pilots:
     def of(self, point: Point) -> list[Point]:
         """The pilots of a point; none where it has its own value."""
         given = {key: json.loads(value) for key, value in (x.split("=", 1) for x in point.own)}
-        value, (*above, last) = given, self.key.split(".")
-        for name in above:
-            value = value.get(name) if isinstance(value, dict) else None
-        if self.key in given or (isinstance(value, dict) and last in value):
+        if _holds(given, self.key):
             return []
         return [point.having(self.key, value) for value in self.values]
 
@@ -164,11 +162,24 @@ def _split(text: str) -> list[str]:
     return [text[each.start_mark.index : each.end_mark.index] for each in found]
 
 
-def systems(recipe: str, only: Sequence[str] = ()) -> tuple[list[Point], int, Pilots | None]:
-    """The systems of a recipe's section `sweep`, the runs of each, and the pilots.
+def _holds(given: Any, key: str) -> bool:
+    """Whether nested dictionaries, of which some have dotted keys, set a key."""
+    return isinstance(given, dict) and any(
+        name == key or (key.startswith(f"{name}.") and _holds(below, key[len(name) + 1 :]))
+        for name, below in given.items()
+    )
 
-    Args:
-        only: names of systems; none: all.
+
+def named(chosen: Sequence[Point], names: Sequence[str]) -> list[Point]:
+    """The points with these names; all for none."""
+    known = {point.name: point for point in chosen}
+    for name in names:
+        expect(name in known, "--only", f"one of {', '.join(known)}", name)
+    return [point for name, point in known.items() if not names or name in names]
+
+
+def systems(recipe: str) -> tuple[list[Point], int, Pilots | None]:
+    """The systems of a recipe's section `sweep`, the runs of each, and the pilots.
 
     Raises:
         RecipeError: the recipe has no such section, or it cannot be used.
@@ -181,10 +192,8 @@ def systems(recipe: str, only: Sequence[str] = ()) -> tuple[list[Point], int, Pi
     _keys(f"{recipe}: sweep", section, ("systems", "seeds", "pilots"))
     given = section.get("systems")
     expect(isinstance(given, dict) and bool(given), "sweep.systems", "names with their keys", given)
-    for name in only:
-        expect(name in given, "--only", f"one of {', '.join(map(str, given))}", name)
     found = [_system(str(name), {} if changes is None else changes)
-             for name, changes in given.items() if not only or name in only]  # fmt: skip
+             for name, changes in given.items()]  # fmt: skip
     same = {point.folder for point in found}
     expect(
         len(same) == len(found),
@@ -206,6 +215,7 @@ def _keys(where: str, value: Any, known: Sequence[str]) -> None:
 
 
 def _system(name: str, changes: Any) -> Point:
+    expect(name.isprintable(), "sweep.systems", "names of one line", name)
     where = f"sweep.systems.{name}"
     expect(isinstance(changes, dict), where, "keys and values of a recipe", changes)
     changes = dict(changes)
@@ -213,9 +223,13 @@ def _system(name: str, changes: Any) -> Point:
     expect(recipe is None or isinstance(recipe, str), f"{where}.recipe", "a recipe's name", recipe)
     fits = seeds is None or (is_whole(seeds) and seeds > 0)
     expect(fits, f"{where}.seeds", "an integer of at least 1", seeds)
-    for key in changes:
-        _undecided(where, key)
-    own = tuple(f"{key}={json.dumps(value)}" for key, value in changes.items())
+    for key in DECIDED:
+        if _holds(changes, key):
+            _undecided(where, key)
+    try:
+        own = tuple(f"{key}={json.dumps(value)}" for key, value in changes.items())
+    except TypeError:
+        expect(False, where, "text, numbers, lists and keys with values", changes)
     return Point(((SYSTEM, name),), own, recipe, seeds)
 
 
@@ -227,7 +241,8 @@ def _pilots(given: Any) -> Pilots | None:
     expect(isinstance(key, str), "sweep.pilots.key", "a key of a recipe, such as optim.lr", key)
     _undecided("sweep.pilots.key", key)
     fits = isinstance(values, list) and len(values) > 1
-    expect(fits, "sweep.pilots.values", "a list of two values or more", values)
+    fits = fits and len({*map(str, values)}) == len(values)
+    expect(fits, "sweep.pilots.values", "a list of two different values or more", values)
     expect(is_whole(steps) and steps > 0, "sweep.pilots.steps", "an integer of at least 1", steps)
     return Pilots(key, tuple(map(str, values)), steps)
 
@@ -257,9 +272,11 @@ def runs_of(
             shared = load_recipe(recipe, overrides).to_dict()
             common = [f"{section}.{key}={json.dumps(value)}" for section in ("data", "train")
                       for key, value in shared[section].items()]  # fmt: skip
-            given = [*common, *point.overrides]
+            given = [*common, *given]
         plain = load_recipe(point.recipe or recipe, given)
-        if plain.data.tests and not any(text.startswith("train.test_bleu=") for text in given):
+        said = [text for text in (*overrides, *point.overrides)
+                if re.match(r"train(\.|=.*\b)test_bleu\b", text)]  # fmt: skip
+        if plain.data.tests and not said:
             given.append("train.test_bleu=true")
         if not (plain.data.validates or plain.data.tests):
             raise RecipeError(

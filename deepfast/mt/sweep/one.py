@@ -7,9 +7,11 @@ The folder holds the recipe (`runs.Run.write`). The result is written beside it.
 
 import math
 import signal
+import statistics
 import sys
 import tempfile
 import traceback
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -69,10 +71,10 @@ def after(result: TrainResult, data: DataSection) -> dict:
         found |= {"live_bytes": measured[-1]} if measured else {}
     model, _ = load_model(result.for_translation)
     first, last = trained[0], trained[-1]
-    if last["step"] > first["step"]:
-        found["step_seconds"] = (last["seconds"] - first["seconds"]) / (
-            last["step"] - first["step"]
-        )
+    # The median: a run may have been paused.
+    took = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(trained)]
+    if took:
+        found["step_seconds"] = statistics.median(took)
     return found | {
         "model": model.describe(),
         "steps": steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from deepfast.memory.units import format_bytes
 from deepfast.mt.sweep.grid import Point
-from deepfast.mt.sweep.runs import Processes, Result, Run, compare
+from deepfast.mt.sweep.runs import Processes, Result, Run, compare, some
 from deepfast.mt.training.growing import second_run
 
 MEASURED = 20
@@ -63,6 +64,12 @@ def plan(
     if not any(count is None or count > SHORT * MEASURED for count in counts.values()):
         return None
     trials = {point: [_trial(point, first[point], folder)] for point in left}
+    for (trial,) in trials.values():
+        try:
+            trial.result()
+        except ValueError:
+            # The system or the text has changed; its results are refused elsewhere.
+            shutil.rmtree(trial.folder)
     measured = compare(trials, processes)
     seconds, peaks, unknown = 0.0, [], 0
     for point, own in left.items():
@@ -77,9 +84,9 @@ def plan(
             unknown += not takes
     total = sum(count or 0 for count in counts.values())
     text = (
-        f"plan: {len(counts)} runs of {len(left)} points, {total:,} steps; about "
-        f"{seconds / 3600 / processes.jobs:.1f} hours with {processes.jobs} "
-        f"process{'es' * (processes.jobs > 1)}, by {MEASURED} measured steps of each point, "
+        f"plan: {some(len(counts), 'run')} of {some(len(left), 'point')}, {total:,} steps; about "
+        f"{seconds / 3600 / processes.jobs:.1f} hours with "
+        f"{some(processes.jobs, 'process', 'es')}, by {MEASURED} measured steps of each point, "
         f"without translation; at most {format_bytes(max(peaks))} in a process"
     )
-    return text + (f"; the time of {unknown} runs is unknown" if unknown else "")
+    return text + (f"; the time of {some(unknown, 'run')} is unknown" if unknown else "")

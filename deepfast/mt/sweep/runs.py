@@ -101,7 +101,8 @@ class Run:
         found = read_object(path, seed=int, process_bytes=int)
         if "diverged" in found:
             return found
-        return read_object(path, steps=int, parameters=int, curve=list)
+        found = read_object(path, steps=int, parameters=int, curve=list, seconds=(int, float))
+        return {"nll": None, "bleu": None} | found
 
     def write(self) -> None:
         """Makes the folder, with the recipe for the process."""
@@ -122,7 +123,7 @@ def _without_place(plain: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("output", "resume")}
 
 
-def read_object(path: Path, **keys: type) -> dict[str, Any]:
+def read_object(path: Path, **keys: type | tuple[type, ...]) -> dict[str, Any]:
     """The JSON object in a file of a sweep, which has these keys with values of these types.
 
     Raises:
@@ -227,6 +228,11 @@ def compare(
     return so_far()
 
 
+def some(count: int, noun: str, more: str = "s") -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{more * (count != 1)}"
+
+
 def in_words(found: Result) -> str:
     """A result as one line."""
     for why in ("failed", "diverged"):
@@ -327,8 +333,9 @@ def _ending(active: dict[Run, subprocess.Popen]):
         yield
     except KeyboardInterrupt:
         if active:
-            print(f"interrupted: {len(active)} runs save and end; Ctrl-C again kills them",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            runs = some(len(active), "run")
+            print(f"interrupted: {runs} will save and end; Ctrl-C again kills", file=sys.stderr,
+                  flush=True)  # fmt: skip
         for process in active.values():
             process.terminate()
         for process in active.values():

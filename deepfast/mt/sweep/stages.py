@@ -21,6 +21,7 @@ class Sweep:
         pilots: None: without them.
         trial: the run of a pilot.
         write: writes the results so far, and those of the pilots of every point.
+        only: the points whose runs are made; None: all. Of the others the finished runs are known.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class Sweep:
         pilots: Pilots | None,
         trial: Callable[[Point], Run],
         write: Callable[[Results, dict[Point, Results]], None],
+        only: Sequence[Point] | None = None,
     ):
         self.chosen, self.pilots, self._runs, self._write = chosen, pilots, runs, write
+        self._only = chosen if only is None else only
         self.trials: dict[Point, dict[Point, Run]] = {
             point: {pilot: trial(pilot) for pilot in pilots.of(point)} if pilots else {}
             for point in chosen
@@ -43,9 +46,13 @@ class Sweep:
     def runs(self, point: Point, tried: Mapping[Point, Sequence[Result]]) -> list[Run]:
         """The runs of a point with the value that its pilots chose, or the first value where none
         of them has a dev NLL."""
-        if self.pilots is None or not tried:
+        if self.pilots is None or not any(tried.values()):
             return self._runs(point)
-        return self._runs(point.choosing(self.pilots.best(tried) or next(iter(tried))))
+        best = self.pilots.best(tried)
+        if best is None:
+            best = next(iter(tried))
+            print(f"{point.name}: all pilots diverged, the runs have {best.name}", flush=True)
+        return self._runs(point.choosing(best))
 
     def left(self, point: Point) -> list[Run]:
         """The runs of a point that have no result, its pilots first."""
@@ -59,13 +66,14 @@ class Sweep:
 
     def plan(self, processes: Processes, folder: Path) -> str | None:
         """See `deepfast.mt.sweep.plan.plan`."""
-        left = {point: self.left(point) for point in self.chosen}
+        left = {point: self.left(point) for point in self._only}
         return plan(left, self._first, processes, folder)
 
     def make(self, processes: Processes) -> bool:
         """Makes the pilots and then the runs; returns whether none of them failed. A point with a
         pilot that failed has no runs yet: the pilot may still win."""
-        lines = {pilot: [run] for own in self.trials.values() for pilot, run in own.items()}
+        lines = {pilot: self._wanted(point, [run])
+                 for point, own in self.trials.items() for pilot, run in own.items()}  # fmt: skip
         found = compare(lines, processes)
         tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
                  for point, own in self.trials.items()}  # fmt: skip
@@ -73,10 +81,15 @@ class Sweep:
         def write(results: Mapping[Point, Mapping[Run, Result]]) -> None:
             self._write({point: list(own.values()) for point, own in results.items()}, tried)
 
-        runs = {point: [] if _failed(tried[point].values()) else self.runs(point, tried[point])
+        runs = {point: [] if _failed(tried[point].values())
+                else self._wanted(point, self.runs(point, tried[point]))
                 for point in self.chosen}  # fmt: skip
         results = compare(runs, processes, write)
         return not _failed(own.values() for own in (*found.values(), *results.values()))
+
+    def _wanted(self, point: Point, runs: list[Run]) -> list[Run]:
+        """The runs to make or to show."""
+        return [run for run in runs if point in self._only or run.result() is not None]
 
 
 def _failed(lines: Iterable[Iterable[Result]]) -> bool:

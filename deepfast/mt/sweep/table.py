@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepfast.mt.search.score import bleu_of_counts, counts_of
 from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point
-from deepfast.mt.sweep.runs import Result
+from deepfast.mt.sweep.runs import Result, some
 
 LEARNED = ("dev NLL", "difference", "BLEU", "difference", "runs", "diverged", "failed")
 COST = ("parameters", "target tokens/s", "peak of a step", "process")
@@ -198,8 +198,9 @@ def page(
         results: the first line is the baseline.
         tried: the results of the pilots of every point.
     """
-    base = next(iter(results.values()))
-    first = next(iter(results))
+    # The first point may have no runs yet.
+    first = next((point for point, runs in results.items() if runs), next(iter(results)))
+    base = results[first]
     keys = [key if key == SYSTEM else f"`{key}`" for key in first.keys]
     rows, prices, notes = [], [], []
     for point, runs in results.items():
@@ -212,7 +213,7 @@ def page(
     ended = [run for runs in results.values() for run in runs if run.get("seconds")]
     hours = sum(run["seconds"] for run in ended) / 3600
     many = max(len(known(runs, "nll")) for runs in results.values())
-    made = [f"{len(ended)} runs, {hours:.1f} hours of them together"]
+    made = [f"{some(len(ended), 'run')}, {hours:.1f} hours of them together"]
     for what, key in (("", "cpu"), ("torch ", "torch"), ("commit ", "commit")):
         seen = sorted({run[key] for run in ended if run.get(key)})
         made += [f"{what}{' and '.join(seen)}"] if seen else []

@@ -35,8 +35,6 @@ REFUSED = {
         ({"activation_dropout": "x"}, r"activation_dropout must be a number in \[0, 1\)"),
         ({"mixture_dropout": 1}, r"mixture_dropout must be a number in \[0, 1\)"),
         ({"init": "normal"}, "init must be one of xavier, fan_in, got 'normal'"),
-        ({"encoder_depth_init": 1}, "encoder_depth_init must be True or False, got 1"),
-        ({"encoder_depth_init": True, "init": "fan_in"}, "needs init xavier, got fan_in"),
         ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, keel, got 'mid'"),
         ({"decoder_norm": "mid"}, "decoder_norm must be one of None, pre, post, deepnorm, keel"),
         ({"decoder_norm": "keel", "decoder_connection": "dlcl"},
@@ -168,19 +166,6 @@ def test_blocks_of_attention_residuals_are_each_network_s_own():
         assert config.stack("top_decoder")["block"] == expected
         assert config.bottom.stack("encoder")["block"] == below
         assert type(config.bottom) is TransformerConfig
-
-
-def test_the_encoder_begins_smaller():
-    small, plain = (Transformer(TransformerConfig(**SIZES, encoder_depth_init=flag))
-                    for flag in (True, False))  # fmt: skip
-    for side, factor in (("encoder", (2 * SIZES["encoder_layers"]) ** -0.5), ("decoder", 1.0)):
-        for name in ("attention.out", "feed_forward.down"):
-            ours, theirs = (
-                getattr(model, side).layers[0].get_submodule(name).weight.abs().max()
-                for model in (small, plain)
-            )
-            # Xavier's uniform distribution: its largest value is near its bound.
-            torch.testing.assert_close(ours, factor * theirs, rtol=0.2, atol=0)
 
 
 def test_the_decoder_s_own_norm():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.mt.sweep.grid import Pilots, Point, points, runs_of, systems
+from deepfast.mt.sweep.grid import Pilots, Point, named, points, runs_of, systems
 from deepfast.mt.sweep.plan import steps_of
 from deepfast.mt.sweep.runs import Processes, read_recipe
 from deepfast.mt.sweep.stages import Sweep
@@ -68,7 +68,7 @@ sweep:
   systems:
     plain net: {}
     DLCL: {model: {encoder_connection: dlcl}, seeds: 3}
-    LSTM: {recipe: phrases-fflstm, model.dim: 24}
+    LSTM: {recipe: phrases-fflstm, model.dim: 24, train: {test_bleu: false}}
 """
 
 
@@ -93,7 +93,14 @@ def test_systems_of_a_file(file, tmp_path):
     assert lstm[0].recipe.data == plain[0].recipe.data
     assert lstm[0].recipe.data.train_size == 500
     assert lstm[0].recipe.train.max_steps == plain[0].recipe.train.max_steps
-    (point,) = systems(file, ["DLCL"])[0]
+    assert (plain[0].recipe.train.test_bleu, lstm[0].recipe.train.test_bleu) == (True, False)
+    # What the command says holds for all.
+    *_, (other,) = runs_of(file, ["optim.lr=7e-3"], chosen, 1, tmp_path).values()
+    assert (other.recipe.optim.lr, other.recipe.model["kind"]) == (7e-3, "fast_forward_lstm")
+    (point,) = named(chosen, ["DLCL"])
+    assert named(chosen, []) == chosen
+    with pytest.raises(RecipeError, match="--only: expected one of plain net, DLCL, LSTM, got 'x'"):
+        named(chosen, ["x"])
     tried = pilots.of(point)
     assert point.choosing(tried[1]).overrides[-1] == "optim.lr=0.002"
     assert point.choosing(tried[1]).folder == point.folder
@@ -114,6 +121,7 @@ def test_systems_of_a_file(file, tmp_path):
         ("optim=5", "optim.lr", 2), ("optim=null", "optim.lr", 2),
         ('optim={"warmup": 9}', "optim.lr", 2), ("model={}", "model.dlcl.init", 2),
         ('model={"dlcl": {"init": "one"}}', "model.dlcl.init", 0),
+        ('model={"dlcl.init": "one"}', "model.dlcl.init", 0), ("optim.l=1", "optim.lr", 2),
     ],
 )  # fmt: skip
 def test_a_value_of_its_own_has_no_pilots(own, key, pilots):
@@ -136,6 +144,17 @@ def test_a_pilot_that_failed_starts_no_run_of_its_system(tmp_path, monkeypatch):
     sweep = Sweep([good, bad], lambda point: [point.name], pilots, lambda pilot: pilot.name, print)
     assert not sweep.make(Processes())
     assert made == [[pilot.name for point in (good, bad) for pilot in pilots.of(point)], ["good"]]
+
+
+def test_pilots_that_all_diverged_are_told(monkeypatch, capsys):
+    point, pilots = Point((("system", "a"),)), Pilots("optim.lr", ("1", "2"), 3)
+    monkeypatch.setattr("deepfast.mt.sweep.stages.compare", lambda lines, processes, write=None: {
+        line: {run: {"diverged": "step 1", "nll": None} for run in runs}
+        for line, runs in lines.items()
+    })  # fmt: skip
+    sweep = Sweep([point], lambda point: [point.own], pilots, lambda pilot: pilot.name, print)
+    assert sweep.make(Processes())
+    assert capsys.readouterr().out == "a: all pilots diverged, the runs have a, optim.lr=1\n"
 
 
 @pytest.mark.parametrize("name", ["phrases-systems", "phrases-growing", "multi30k-depth"])
@@ -179,7 +198,11 @@ def test_every_kind_of_fusion_is_a_system():
         (("plain net: {}", "plain net: 3"), "sweep.systems.plain net: expected keys and values"),
         (("plain net: {}", "plain net: {output: x}"), "another key than output, which --output de"),
         (("steps: 7", "steps: null"), "sweep.pilots.steps: expected an integer of at least 1, got"),
-        (("[1e-3, 0.002]", "1e-3"), "sweep.pilots.values: expected a list of two values"),
+        (("[1e-3, 0.002]", "1e-3"), "sweep.pilots.values: expected a list of two different"),
+        (("[1e-3, 0.002]", "[2, 2]"), "sweep.pilots.values: expected a list of two different"),
+        (("plain net: {}", 'A: {train: {seed: 7}}'), "another key than train.seed, which --seeds"),
+        (("plain net: {}", '"A\\nB": {}'), "sweep.systems: expected names of one line, got"),
+        (("plain net: {}", "A: {model.dim: 2001-01-01}"), "sweep.systems.A: expected text, num"),
         (("key: optim.lr", "key: train.seed"), "expected another key than train.seed, which --se"),
         (("plain net: {}", "DLCL : {}"), "the key DLCL occurs twice"),
         (("plain net: {}", "LSTM 1: {}\n    LSTM-1: {}"), "names that differ in more than a space"),
@@ -206,6 +229,7 @@ def test_a_section_that_is_refused(file, change, sentence):
         (["model.dim=" + "[" * 1500], [], "--over model.dim: expected values between the commas"),
         (["model.dim=8,16,8"], [], "expected each value once, got 8 twice"),
         (["train.seed=1,2"], [], "expected another key than train.seed, which --seeds decides"),
+        (["system=a,b"], [], "expected another key than system, which --only decides"),
         (["output=a,b"], [], "expected another key than output, which --output decides"),
         (["model.dim=8", "model.dim=16"], [], "expected each key once, got model.dim twice"),
         (["model.dim=16"], ["model.dim=8"], "model.dim: expected either an override or --over"),
@@ -256,6 +280,11 @@ def test_a_process_reads_the_recipe_that_was_written(tmp_path, name):
     ("file", "content", "message"),
     [
         ("result", '{"seed": 1}', "result.json: expected what deepfast mt sweep writes"),
+        (
+            "result",
+            '{"seed": 1, "process_bytes": 9, "steps": 1, "parameters": 1, "curve": []}',
+            "result.json: expected what deepfast mt",
+        ),
         ("result", '{"seed": 1, "process_bytes": 9}', "result.json: expected what deepfast mt"),
         ("result", "[]", "result.json: expected what deepfast mt sweep writes, got other content"),
         ("settings", '{"model"', "settings.json: expected what deepfast mt sweep writes"),

@@ -30,7 +30,8 @@ if (folder.parent / "broken").exists():
     sys.exit(1)
 with open(folder.parent / "events", "a") as events:
     events.write(f"-{layers}\\n")
-found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": layers, "curve": []}
+found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": layers, "curve": [],
+         "seconds": 1}
 (folder / "result.json").write_text(json.dumps(found))
 """
 
