@@ -102,12 +102,12 @@ DRAWN = {
         "residual|dlcl|BLEU|dev NLL, nats|One seed.",
     ),
     "seeds of systems": (
-        sweep("system=plain,deep", seeds=3, nll=None),
+        sweep("norm=plain,deep", seeds=3, nll=None),
         "plain|deep|BLEU|Mean of 3 seeds; each seed a circle.",
     ),
     "gradients": (
         lambda path: draw_gradients(
-            results_of("system=plain,deep", gradient_norms=[
+            results_of("norm=plain,deep", gradient_norms=[
                 {"step": 1, "grad_norm_encoder": [0.5, None, 0.2], "grad_norm_other": 1.0},
                 {"step": 9, "grad_norm_encoder": [0.1, 0.2, 0.3]},
             ]), path,
@@ -116,9 +116,9 @@ DRAWN = {
     ),
     "learning": (
         lambda path: draw_learning(
-            results_of("system=plain,deep", curve=[[100, 4.0], [200, None]], step_seconds=0.5), path
+            results_of("norm=plain,deep", curve=[[100, 4.0], [200, None]], step_seconds=0.5), path
         ),
-        "plain|deep|system|dev NLL, nats|optimizer steps|minutes",
+        "plain|deep|norm|dev NLL, nats|optimizer steps|minutes",
     ),
 }  # fmt: skip
 """Name -> what draws it, and texts that it has."""
