@@ -13,7 +13,7 @@ help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make wheel    build a wheel with the compiled CPU ops for this Python into dist"
 	@echo "make test     run the tests: of many parameters each pair of values"
-	@echo "make test-all run these tests, then every other combination and what starts processes"
+	@echo "make test-all run these tests, then those for each three values and what starts processes"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"

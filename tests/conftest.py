@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.matrix import daily
+from tests.matrix import chosen
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
         help="every combination of parameters, and the tests marked exhaustive: tests/matrix.py",
     )  # fmt: skip
     parser.addoption(
-        "--left-out", action="store_true", help="the cases that a run without options leaves out"
+        "--left-out", action="store_true", help="what `make test-all` adds to a run without options"
     )
 
 
@@ -60,10 +60,7 @@ LONG = (
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all_cases"):
-        kept = daily(items)
-        if config.getoption("left_out"):
-            taken = set(kept)
-            kept = [item for item in items if item not in taken]
+        kept = chosen(items, config.getoption("left_out"))
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))

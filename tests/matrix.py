@@ -1,13 +1,16 @@
-"""Which cases of a parametrized test run every day.
+"""Which cases of a parametrized test run when.
 
-A test over five parameters has a few hundred cases, and nearly every fault needs only two certain
-values together. So a daily run takes a few cases of each test, in which every pair of values of two
-parameters occurs. A test over one or two parameters keeps all its cases. If it is marked
-``each_value``, only each value has to occur. ``--all-cases`` runs every case, and also the tests
-marked ``exhaustive``; ``--left-out`` runs those that a daily run leaves out.
+A test over five parameters has a few hundred cases, and nearly every fault needs only two or three
+certain values together. So a daily run takes a few cases of each test, in which every pair of
+values of two parameters occurs. A test over one or two parameters keeps all its cases. If it is
+marked ``each_value``, only each value has to occur.
+
+``--left-out`` goes one step further, without what a daily run has: every three values of three
+parameters occur, of a test marked ``each_value`` every pair; and it runs the tests marked
+``exhaustive``. ``--all-cases`` runs every case.
 """
 
-from collections import Counter
+import heapq
 from itertools import combinations
 
 
@@ -23,36 +26,42 @@ def values(item):
     return found + [((name,), (id(value),)) for name, value in alone.items()]
 
 
-def cover(cases, together=2):
-    """Indices of the chosen cases: every combination of values of ``together`` parameters occurs.
+def cover(cases, together, taken=()):
+    """Indices of further cases: with ``taken`` every combination of values of ``together``
+    parameters occurs.
 
-    The choice is greedy. ``cases`` are the `values` of one test's items.
+    The next case has the most new combinations. ``cases`` are the `values` of one test's items.
     """
     if len(cases[0]) <= together:
-        return list(range(len(cases)))
+        return [k for k in range(len(cases)) if k not in taken]
     meetings = [set(combinations(case, together)) for case in cases]
-    missing, taken, used = set().union(*meetings), [], Counter()
-
-    def gain(k):
-        """New combinations first, then values that were used least."""
-        return len(meetings[k] & missing), -sum(used[value] for value in cases[k])
-
+    missing = set().union(*meetings).difference(*(meetings[k] for k in taken))
+    found, queue = [], [(-len(meeting), k) for k, meeting in enumerate(meetings)]
+    heapq.heapify(queue)
     while missing:
-        best = max(range(len(cases)), key=gain)
-        taken.append(best)
-        missing -= meetings[best]
-        used.update(cases[best])
-    return taken
+        _, k = heapq.heappop(queue)
+        new = len(meetings[k] & missing)
+        # Counts only fall, so a case that is still ahead of the next one's old count is the best.
+        if new and (not queue or -new <= queue[0][0]):
+            found.append(k)
+            missing -= meetings[k]
+        elif new:
+            heapq.heappush(queue, (-new, k))
+    return found
 
 
-def daily(items):
-    """The items of a daily run, in their order."""
-    tests = {}
+def chosen(items, left_out):
+    """The items of a daily run, or those that `make test-all` adds to it, in their order."""
+    kept, tests = [], {}
     for number, item in enumerate(items):
         if item.get_closest_marker("exhaustive") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(number)
-    kept = []
+        elif left_out:
+            kept.append(number)
     for numbers in tests.values():
         together = 1 if items[numbers[0]].get_closest_marker("each_value") else 2
-        kept += [numbers[k] for k in cover([values(items[n]) for n in numbers], together)]
+        cases = [values(items[n]) for n in numbers]
+        daily = cover(cases, together)
+        more = cover(cases, together + 1, daily) if left_out else daily
+        kept += [numbers[k] for k in more]
     return [items[number] for number in sorted(kept)]
