@@ -211,9 +211,12 @@ def page(
     if notes:
         notes.insert(0, "\n")
     ended = [run for runs in results.values() for run in runs if run.get("seconds")]
-    hours = sum(run["seconds"] for run in ended) / 3600
+    short = [run for own in (tried or {}).values() for runs in own.values() for run in runs
+             if run.get("seconds")]  # fmt: skip
+    hours = sum(run["seconds"] for run in ended + short) / 3600
     many = max(len(known(runs, "nll")) for runs in results.values())
-    made = [f"{some(len(ended), 'run')}, {hours:.1f} hours of them together"]
+    also = f" and {some(len(short), 'pilot')}" if short else ""
+    made = [f"{some(len(ended), 'run')}{also}, {hours:.1f} hours together"]
     for what, key in (("", "cpu"), ("torch ", "torch"), ("commit ", "commit")):
         seen = sorted({run[key] for run in ended if run.get(key)})
         made += [f"{what}{' and '.join(seen)}"] if seen else []
