@@ -1,4 +1,4 @@
-"""Causal language models of 24 layers, plain and with six depth connections, over seeds.
+"""Causal language models of 24 layers, plain and with five depth connections, over seeds.
 
     python -m bench.language_model --train train.en.gz --dev val.en.gz --jobs 2
 
@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "attention residuals, 8 blocks": {"connection": "block_attnres", "block": 3} | TWO_READS,
     "attention residuals, additive": {"connection": "attnres", "additive": "gated"} | TWO_READS,
 }
-"""Name -> arguments of `deepfast.connect`. ELC-BERT's blocks drop their input, so its loop is the
-model's own."""
+"""Name -> arguments of `deepfast.connect`. A block of ELC-BERT does not add its input, which
+`connect` cannot serve, so `Model.forward` calls DLCL itself."""
+MEANING = "*dev NLL*, nats a token, of windows of 128 tokens: the lowest of the validations;"
 POINTS = [Point(((SYSTEM, name),)) for name in SYSTEMS]
 PILOTS = Pilots("lr", ("1e-3", "2e-3", "4e-3"), 500)
 SIZES = {"layers": 24, "dim": 128, "heads": 4, "ffn_dim": 256, "vocab_size": 3000, "length": 128,
@@ -266,7 +267,10 @@ def main(argv: list[str] | None = None) -> int:
     checks.whole("language_model", 0, jobs=args.jobs)
     checks.whole("language_model", 2, steps=args.steps)
     if args.jobs:
-        streams(SIZES | {"train": args.train, "dev": args.dev})
+        texts = streams(SIZES | {"train": args.train, "dev": args.dev})
+        if min(map(len, texts)) <= SIZES["length"]:
+            parser.error(f"expected texts of more than {SIZES['length']} tokens")
+    pilots = replace(PILOTS, steps=min(PILOTS.steps, args.steps))
     settings = SIZES | {"train": args.train, "dev": args.dev, "steps": args.steps}
     command = shlex.join(["python", "-m", "bench.language_model", *(argv or sys.argv[1:])])
 
@@ -276,16 +280,15 @@ def main(argv: list[str] | None = None) -> int:
         return TextRun(point.name, own, where / point.folder / f"seed-{seed}")
 
     def trial(pilot: Point) -> Run:
-        steps = min(PILOTS.steps, args.steps)
-        return run(pilot, 1, args.output / "pilots", lr=pilot.values[-1], steps=steps)
+        return run(pilot, 1, args.output / "pilots", lr=pilot.values[-1], steps=pilots.steps)
 
     def write(results: dict, tried: dict) -> None:
-        write_page(args.output, results, command, PILOTS, tried)
+        write_page(args.output, results, command, pilots, tried, MEANING)
 
     seeds = range(1, args.seeds + 1)
     sweep = Sweep(
         POINTS,
-        lambda point: [run(point, seed, args.output) for seed in seeds], PILOTS, trial, write,
+        lambda point: [run(point, seed, args.output) for seed in seeds], pilots, trial, write,
     )  # fmt: skip
     with only_run(args.output, "--output"):
         succeeded = sweep.make(Processes(args.jobs, 1))

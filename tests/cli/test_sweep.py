@@ -92,7 +92,7 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     assert len([line for line in said if line.startswith("plan,")]) == 3
     assert "DLCL, optim.lr=1e38, seed 1: diverged, step " in "\n".join(said)
     text = (output / "sweep.md").read_text()
-    assert text.startswith("# system\n")
+    assert text.startswith("# Systems\n")
     assert "\n| DLCL | **" in text
     assert text.count("\n| once | ") == 2  # no pilots
     for point in json.loads((output / "sweep.json").read_text())["points"]:

@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.mt.training.run_folder import only_run
 
     processes = _processes(args)
+    if args.plan and not args.jobs:
+        raise ValueError("--plan: expected --jobs of at least 1 beside it, got 0")
     require("matplotlib", "drawing a sweep")
     if args.over and args.only:
         raise RecipeError("--only: expected no --over beside it, which has no names")
@@ -103,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
         (own,) = runs_of(args.recipe, args.overrides, [point], seeds, where).values()
         return own
 
-    folder = runs(chosen[0], seeds, args.output)[0].folder.parents[1]
+    (first, *_) = runs(chosen[0], seeds, args.output)
+    folder, own = first.folder.parents[1], first.recipe.train.threads
+    if args.threads is not None and own not in (None, args.threads):
+        raise RecipeError(f"--threads: expected train.threads={args.threads}, got {own}")
 
     def trial(pilot: Point) -> Run:
         # Behind what the system sets itself.

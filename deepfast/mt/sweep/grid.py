@@ -143,7 +143,10 @@ def points(overs: Sequence[str]) -> list[Point]:
             if values.count(value) > 1:
                 raise RecipeError(f"--over {key}: expected each value once, got {value} twice")
         changes[key] = [(key, value) for value in values]
-    return [Point(combination) for combination in itertools.product(*changes.values())]
+    found = [Point(combination) for combination in itertools.product(*changes.values())]
+    folders = {point.folder for point in found}
+    expect(len(folders) == len(found), "--over", "values that differ in more than spaces", overs)
+    return found
 
 
 def _undecided(where: str, key: str) -> None:
@@ -201,8 +204,9 @@ def systems(recipe: str) -> tuple[list[Point], int, Pilots | None]:
         "names that differ in more than a space and a hyphen",
         given,
     )
-    taken = [point.name for point in found if point.folder.strip(".") in ("", "plan", "pilots")]
-    expect(not taken, "sweep.systems", "names that can be folders beside plan and pilots", taken)
+    taken = [name for name in same if name in ("plan", "pilots") or name.startswith((".", "sweep"))]
+    other = "names other than plan and pilots that begin with neither a dot nor sweep"
+    expect(not taken, "sweep.systems", other, taken)
     seeds = section.get("seeds", 1)
     expect(is_whole(seeds) and seeds > 0, "sweep.seeds", "an integer of at least 1", seeds)
     return found, seeds, _pilots(section.get("pilots"))
@@ -241,10 +245,12 @@ def _pilots(given: Any) -> Pilots | None:
     expect(isinstance(key, str), "sweep.pilots.key", "a key of a recipe, such as optim.lr", key)
     _undecided("sweep.pilots.key", key)
     fits = isinstance(values, list) and len(values) > 1
-    fits = fits and len({*map(str, values)}) == len(values)
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str)
+             for value in (values if fits else ())]  # fmt: skip
+    fits = fits and len({*texts}) == len(texts)
     expect(fits, "sweep.pilots.values", "a list of two different values or more", values)
     expect(is_whole(steps) and steps > 0, "sweep.pilots.steps", "an integer of at least 1", steps)
-    return Pilots(key, tuple(map(str, values)), steps)
+    return Pilots(key, tuple(texts), steps)
 
 
 def runs_of(
@@ -263,7 +269,7 @@ def runs_of(
         if key in DECIDED:
             raise RecipeError(f"{key}: expected no override, {DECIDED[key]} decides it")
         if key in chosen[0].keys:
-            raise RecipeError(f"{key}: expected either an override or --over, got both")
+            raise RecipeError(f"{key}: expected no override, --over or sweep.pilots sets it")
     found = {}
     for point in chosen:
         given = [*overrides, *point.overrides]
@@ -282,7 +288,8 @@ def runs_of(
             raise RecipeError(
                 f"{recipe}: expected dev or test pairs to compare runs by, got neither"
             )
-        folder = folder or Path(f"{plain.output}-sweep")
+        base = plain if point.recipe is None else load_recipe(recipe, overrides)
+        folder = folder or Path(f"{base.output}-sweep")
         runs = seeded(point.name, point.recipe or recipe, given, point.seeds or seeds,
                       folder / point.folder)  # fmt: skip
         found[point] = runs

@@ -71,7 +71,7 @@ def plan(
             # The system or the text has changed; its results are refused elsewhere.
             shutil.rmtree(trial.folder)
     measured = compare(trials, processes)
-    seconds, peaks, unknown = 0.0, [], 0
+    lengths, peaks, unknown = [], [], 0
     for point, own in left.items():
         found: Result = next(iter(measured[point].values()))
         peaks.append(found.get("process_bytes", 0))
@@ -80,12 +80,13 @@ def plan(
             takes = [60 * limit] if limit else []
             if count is not None and "step_seconds" in found:
                 takes.append(count * found["step_seconds"])
-            seconds += min(takes, default=0.0)
+            lengths.append(min(takes, default=0.0))
             unknown += not takes
+    seconds = max(sum(lengths) / processes.jobs, max(lengths))
     total = sum(count or 0 for count in counts.values())
     text = (
         f"plan: {some(len(counts), 'run')} of {some(len(left), 'point')}, {total:,} steps; about "
-        f"{seconds / 3600 / processes.jobs:.1f} hours with "
+        f"{seconds / 3600:.1f} hours with "
         f"{some(processes.jobs, 'process', 'es')}, by {MEASURED} measured steps of each point, "
         f"without translation; at most {format_bytes(max(peaks))} in a process"
     )

@@ -71,7 +71,7 @@ class Sweep:
 
     def make(self, processes: Processes) -> bool:
         """Makes the pilots and then the runs; returns whether none of them failed. A point with a
-        pilot that failed has no runs yet: the pilot may still win."""
+        pilot that failed starts no run: the pilot may still win."""
         lines = {pilot: self._wanted(point, [run])
                  for point, own in self.trials.items() for pilot, run in own.items()}  # fmt: skip
         found = compare(lines, processes)
@@ -79,17 +79,18 @@ class Sweep:
                  for point, own in self.trials.items()}  # fmt: skip
 
         def write(results: Mapping[Point, Mapping[Run, Result]]) -> None:
-            self._write({point: list(own.values()) for point, own in results.items()}, tried)
+            self._write({p: list(own.values()) for p, own in results.items() if own}, tried)
 
-        runs = {point: [] if _failed(tried[point].values())
-                else self._wanted(point, self.runs(point, tried[point]))
+        failed = {point for point in self.chosen if _failed(tried[point].values())}
+        runs = {point: self._wanted(point, self.runs(point, tried[point]), point in failed)
                 for point in self.chosen}  # fmt: skip
         results = compare(runs, processes, write)
         return not _failed(own.values() for own in (*found.values(), *results.values()))
 
-    def _wanted(self, point: Point, runs: list[Run]) -> list[Run]:
-        """The runs to make or to show."""
-        return [run for run in runs if point in self._only or run.result() is not None]
+    def _wanted(self, point: Point, runs: list[Run], finished: bool = False) -> list[Run]:
+        """The runs to make or to show. ``finished``: none is to be made."""
+        make = point in self._only and not finished
+        return [run for run in runs if make or run.result() is not None]
 
 
 def _failed(lines: Iterable[Iterable[Result]]) -> bool:

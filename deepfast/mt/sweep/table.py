@@ -23,6 +23,14 @@ RESAMPLES = 1000
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """The 97.5% quantiles of Student's t for 1, 2, .. degrees of freedom."""
 
+MEANING = """\
+*dev NLL*, nats per target token: the better of the best checkpoint and the average; *BLEU*: cased,
+13a, of the test part by that checkpoint, beam 4;"""
+SENTENCES = f"""
+*sentences*: what 95% of {RESAMPLES:,} resamples of the test sentences give for these same runs
+(paired bootstrap).
+"""
+
 Results = Mapping[Point, Sequence[Result]]
 
 
@@ -181,8 +189,7 @@ def _noise(seeds: int) -> str:
 The interval behind a difference is a 95% t interval over the seeds. With {seeds} seeds it has
 {freedom} degree{"s" * (freedom > 1)} of freedom and reaches {reach} standard errors to each
 side: it finds large differences, and one inside the noise may still be real. A seed changes the
-parameters, dropout and the order of the batches, for all points alike. *sentences*: what 95% of
-{RESAMPLES:,} resamples of the test sentences give for these same runs (paired bootstrap).
+parameters, dropout and the order of the batches, for all points alike.
 """
 
 
@@ -191,16 +198,16 @@ def page(
     command: str,
     pilots: Pilots | None = None,
     tried: Mapping[Point, Results] | None = None,
+    meaning: str = MEANING,
 ) -> str:
     """The whole file: a line for every point, and what failed.
 
     Args:
         results: the first line is the baseline.
         tried: the results of the pilots of every point.
+        meaning: what the columns of results are.
     """
-    # The first point may have no runs yet.
-    first = next((point for point, runs in results.items() if runs), next(iter(results)))
-    base = results[first]
+    first, base = next(iter(results.items()))
     keys = [key if key == SYSTEM else f"`{key}`" for key in first.keys]
     rows, prices, notes = [], [], []
     for point, runs in results.items():
@@ -210,18 +217,19 @@ def page(
         notes += failures(point.name, runs)
     if notes:
         notes.insert(0, "\n")
-    ended = [run for runs in results.values() for run in runs if run.get("seconds")]
+    ended = [run for runs in results.values() for run in runs if "failed" not in run]
     short = [run for own in (tried or {}).values() for runs in own.values() for run in runs
-             if run.get("seconds")]  # fmt: skip
-    hours = sum(run["seconds"] for run in ended + short) / 3600
-    many = max(len(known(runs, "nll")) for runs in results.values())
+             if "failed" not in run]  # fmt: skip
+    hours = sum(run.get("seconds", 0) for run in ended + short) / 3600
+    many = max(len(known(runs, name)) for runs in results.values() for name in ("nll", "bleu"))
+    sampled = any(run.get("sentences") for run in ended) and len(results) > 1
     also = f" and {some(len(short), 'pilot')}" if short else ""
     made = [f"{some(len(ended), 'run')}{also}, {hours:.1f} hours together"]
     for what, key in (("", "cpu"), ("torch ", "torch"), ("commit ", "commit")):
-        seen = sorted({run[key] for run in ended if run.get(key)})
+        seen = sorted({run[key] for run in ended + short if run.get(key)})
         made += [f"{what}{' and '.join(seen)}"] if seen else []
     return f"""\
-# {" and ".join(first.keys)}
+# {"Systems" if first.keys == [SYSTEM] else " and ".join(first.keys)}
 
 `{command}`
 
@@ -230,17 +238,17 @@ def page(
 {table([*keys, *LEARNED], rows)}
 ![dev NLL and BLEU](sweep.svg)
 
-Mean and standard deviation over the seeds. *dev NLL*, nats per target token: the better of the best
-checkpoint and the average; *BLEU*: cased, 13a, of the test part by that checkpoint, beam 4;
-*difference*: to {first.name}, seed by seed; *diverged*: a loss that is not finite, or a last dev
-NLL of more than {WORSE} times the best.
-{_noise(many)}
+Mean and standard deviation over the seeds. {meaning} *difference*: to {first.name}, seed by seed;
+*diverged*: a loss that is not finite, or a last dev NLL of more than {WORSE} times the best. A run
+that learns nothing does not count as diverged.
+{_noise(many)}{SENTENCES if sampled else ""}
 ![dev NLL over steps and time](sweep_curves.svg)
 
 ![norm of the gradient of each layer](sweep_gradients.svg)
 
 {_pilot_table(pilots, tried) if pilots and tried else ""}\
 {table([*keys, *COST], prices)}
-*target tokens/s*: of the fastest line of a run's log; *peak of a step*: live tensors with
-parameters and Adam, *process*: its highest resident memory, on a GPU that of torch's allocator.
+*target tokens/s*: as the run went; other work on the machine slows it. *peak of a
+step*: live tensors with parameters and Adam; *process*: its highest resident memory, on a GPU that
+of torch's allocator.
 {"".join(notes)}"""

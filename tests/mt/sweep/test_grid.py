@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -129,6 +130,14 @@ def test_a_value_of_its_own_has_no_pilots(own, key, pilots):
     assert len(Pilots(key, ("1", "2"), 3).of(point)) == pilots
 
 
+class Finished(NamedTuple):
+    name: str
+    found: str | None
+
+    def result(self):
+        return self.found
+
+
 def test_a_pilot_that_failed_starts_no_run_of_its_system(tmp_path, monkeypatch):
     made = []
 
@@ -141,9 +150,17 @@ def test_a_pilot_that_failed_starts_no_run_of_its_system(tmp_path, monkeypatch):
     results = {point.name: {"nll": 1.0} for point in (good, bad, *pilots.of(good), *pilots.of(bad))}
     results["bad, optim.lr=2"] = {"failed": "exit 1"}
     monkeypatch.setattr("deepfast.mt.sweep.stages.compare", compare)
-    sweep = Sweep([good, bad], lambda point: [point.name], pilots, lambda pilot: pilot.name, print)
+    # Of the other system the first seed had finished.
+    found = {"bad1": "a result"}
+
+    def runs(point):
+        names = (f"{point.name}{seed}" for seed in (1, 2))
+        return [Finished(name, found.get(name)) for name in names]
+
+    sweep = Sweep([good, bad], runs, pilots, lambda pilot: pilot.name, lambda *_: None)
     assert not sweep.make(Processes())
-    assert made == [[pilot.name for point in (good, bad) for pilot in pilots.of(point)], ["good"]]
+    assert made[0] == [pilot.name for point in (good, bad) for pilot in pilots.of(point)]
+    assert [run.name for run in made[1]] == ["good1", "good2", "bad1"]
 
 
 def test_pilots_that_all_diverged_are_told(monkeypatch, capsys):
@@ -206,7 +223,8 @@ def test_every_kind_of_fusion_is_a_system():
         (("key: optim.lr", "key: train.seed"), "expected another key than train.seed, which --se"),
         (("plain net: {}", "DLCL : {}"), "the key DLCL occurs twice"),
         (("plain net: {}", "LSTM 1: {}\n    LSTM-1: {}"), "names that differ in more than a space"),
-        (("plain net: {}", "..: {}"), "names that can be folders beside plan and pilots"),
+        (("plain net: {}", "..: {}"), "names other than plan and pilots that begin with neither"),
+        (("plain net: {}", "sweep.md: {}"), "names other than plan and pilots that begin with"),
         (("recipe: phrases-fflstm", "recipe: 3"), "sweep.systems.LSTM.recipe: expected a recipe's"),
     ],
 )  # fmt: skip
@@ -232,7 +250,12 @@ def test_a_section_that_is_refused(file, change, sentence):
         (["system=a,b"], [], "expected another key than system, which --only decides"),
         (["output=a,b"], [], "expected another key than output, which --output decides"),
         (["model.dim=8", "model.dim=16"], [], "expected each key once, got model.dim twice"),
-        (["model.dim=16"], ["model.dim=8"], "model.dim: expected either an override or --over"),
+        (
+            ["model.dim=16"],
+            ["model.dim=8"],
+            "model.dim: expected no override, --over or sweep.pilots",
+        ),
+        (["optim.betas=[0.9, 1],[0.9,1]"], [], "expected values that differ in more than spaces"),
         (["model.dim=16"], ["resume=true"], "resume: expected no override, --output decides it"),
         (["model.dimm=16"], [], "unknown key model.dimm, the nearest known key is model.dim"),
         (["model.num_heads=2,x"], [], "model.num_heads: expected an integer, got 'x'"),
