@@ -3,13 +3,15 @@
     python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ... --rounds 30
     python -m bench.sweeps rows multi30k-depth bench/results/depth
     python -m bench.sweeps cost language-model train=TEXT/train.en dev=TEXT/val.en
+    python -m bench.sweeps cut multi30k-depth runs/multi30k-depth-sweep
     python -m bench.sweeps rows language-model bench/results/depth_language
 
 `cost`: all systems of a recipe, or the first and those of `--only`, take turns in one process with
 a training step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and
 BLEU, their difference to the baseline and those of `PAIRS` with 95% t intervals, and the picture of
-dev NLL over that time. Both write to bench/results/results.csv. language-model stands for the
-systems of `bench.language_model`.
+dev NLL over that time. `cut`: what the layers above a number give to the output of DLCL, from the
+checkpoints that a sweep leaves. All write to bench/results/results.csv. language-model stands for
+the systems of `bench.language_model`.
 """
 
 import argparse
@@ -25,10 +27,12 @@ from bench import language_model
 from bench.record import read, record
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.sweep_picture import draw_learning
+from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.sweep.grid import Point, named, runs_of, systems
-from deepfast.mt.sweep.runs import Result, read_object
+from deepfast.mt.sweep.runs import Result, read_object, read_recipe
 from deepfast.mt.sweep.table import differences, interval, known
 from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.run_folder import BEST
 from deepfast.mt.training.trainer import Trainer
 
 DIGITS = {"nll": 3, "bleu": 1}
@@ -39,6 +43,14 @@ PAIRS = (
     ("DLCL, 30 layers", "attention residuals, 30 layers"),
     ("DLCL, 6 layers", "pre-norm, 6 layers"),
     ("attention residuals, 6 layers", "pre-norm, 6 layers"),
+    ("DLCL, 30 layers", "pre-norm, warm-up 1000, 30 layers"),
+    ("attention residuals, 30 layers", "pre-norm, warm-up 1000, 30 layers"),
+    ("pre-norm, 6 layers", "pre-norm, 1 layer"),
+    ("DLCL, 6 layers", "pre-norm, 1 layer"),
+    ("DLCL, 24 layers", "DLCL, 6 layers"),
+    ("attention residuals, 24 layers", "attention residuals, 6 layers"),
+    ("attention residuals", "attention residuals, 8 blocks"),
+    ("attention residuals, additive", "attention residuals"),
 )
 """Systems that are compared with another one than the first."""
 
@@ -88,6 +100,34 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
         record(key(recipe, point, "peak"), peak, "x", what, command, "any")
 
 
+def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
+    """Records the dev NLL of a DLCL system's checkpoints where the encoder's output reads no layer
+    above a number; with None it reads all."""
+    torch.set_num_threads(1)
+    (point,) = named(points(recipe), [name])
+    found: dict[int | None, list[float]] = {}
+    for place in sorted((folder / point.folder).glob("seed-*")):
+        loaded, _ = load_model(place / "run" / BEST)
+        plain = read_recipe(place)
+        corpus = load_corpus(plain.data, seed=plain.train.seed, folder=None)
+        trainer = Trainer(plain, corpus, torch.device("cpu"))
+        trainer.model.load_state_dict(loaded.state_dict())
+        output = trainer.model.encoder.connection.dlcl.weight.data[-1]
+        kept = output.clone()
+        for layer in (None, *layers):
+            output.copy_(kept)
+            if layer is not None:
+                output[layer + 1 :] = 0
+            found.setdefault(layer, []).append(trainer.validate().nll)
+    for layer in layers:
+        over = [cut - whole for cut, whole in zip(found[layer], found[None], strict=True)]
+        what = (f"dev NLL of {name} where the output reads no layer above {layer}, less that of "
+                f"the whole encoder, {len(over)} seeds")  # fmt: skip
+        record(key(recipe, point, f"cut_{layer}"), round(statistics.mean(over), 3) + 0.0, UNITS["nll"],
+               what, f"python -m bench.sweeps cut {recipe} FOLDER", "any",
+               f"± {statistics.stdev(over):.3f}")  # fmt: skip
+
+
 def rows(folder: Path, point: Point) -> list[Result]:
     """The results of a system's runs in a sweep's folder."""
     if not folder.is_dir():
@@ -131,10 +171,13 @@ def picture(recipe: str, folder: Path, path: Path) -> bool:
     was measured; returns whether there are any."""
     chosen = points(recipe)
     numbers = {name: row.value for (name, _), row in read().items()}
-    results = {
-        point: [run | {"step_seconds": 60 * took} for run in rows(folder, point)]
-        for point in chosen if (took := numbers.get(key(recipe, point, "step"))) is not None
-    }  # fmt: skip
+    # A step of another rate or warm-up costs the same.
+    models = [[text for text in point.own if text.startswith("model")] for point in chosen]
+    results = {}
+    for point, model in zip(chosen, models, strict=True):
+        took = numbers.get(key(recipe, chosen[models.index(model)], "step"))
+        runs = [run | {"step_seconds": 60 * took} for run in rows(folder, point) if took]
+        results |= {point: runs} if runs else {}
     if results:
         draw_learning(results, path, f"time, in steps of {chosen[0].name}")
     return bool(results)
@@ -151,7 +194,15 @@ def main(argv: list[str] | None = None) -> int:
     task = tasks.add_parser("rows")
     task.add_argument("recipe")
     task.add_argument("folder", type=Path)
+    task = tasks.add_parser("cut")
+    task.add_argument("recipe")
+    task.add_argument("folder", type=Path)
+    task.add_argument("--only", default="DLCL, 30 layers", metavar="NAME")
+    task.add_argument("--layers", type=int, nargs="+", default=[7, 0])
     args = parser.parse_args(argv)
+    if args.task == "cut":
+        cut(args.recipe, args.folder, args.only, args.layers)
+        return 0
     if args.task == "cost":
         cost(args.recipe, args.overrides, args.only, args.rounds)
         return 0
