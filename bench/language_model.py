@@ -272,7 +272,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"expected texts of more than {SIZES['length']} tokens")
     pilots = replace(PILOTS, steps=min(PILOTS.steps, args.steps))
     settings = SIZES | {"train": args.train, "dev": args.dev, "steps": args.steps}
-    command = shlex.join(["python", "-m", "bench.language_model", *(argv or sys.argv[1:])])
+    options = [f"--{name}={getattr(args, name)}" for name in ("train", "dev", "seeds", "steps")]
+    command = shlex.join(["python", "-m", "bench.language_model", *options])
 
     def run(point: Point, seed: int, where: Path, **changes: Any) -> Run:
         chosen = dict(text.split("=") for text in point.own) | changes

@@ -123,9 +123,9 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
         over = [cut - whole for cut, whole in zip(found[layer], found[None], strict=True)]
         what = (f"dev NLL of {name} where the output reads no layer above {layer}, less that of "
                 f"the whole encoder, {len(over)} seeds")  # fmt: skip
-        record(key(recipe, point, f"cut_{layer}"), round(statistics.mean(over), 3) + 0.0, UNITS["nll"],
-               what, f"python -m bench.sweeps cut {recipe} FOLDER", "any",
-               f"± {statistics.stdev(over):.3f}")  # fmt: skip
+        mean, spread = round(statistics.mean(over), 3) + 0.0, f"± {statistics.stdev(over):.3f}"
+        command = f"python -m bench.sweeps cut {recipe} FOLDER"
+        record(key(recipe, point, f"cut_{layer}"), mean, UNITS["nll"], what, command, "any", spread)
 
 
 def rows(folder: Path, point: Point) -> list[Result]:
