@@ -175,7 +175,9 @@ def picture(recipe: str, folder: Path, path: Path) -> bool:
     models = [[text for text in point.own if text.startswith("model")] for point in chosen]
     results = {}
     for point, model in zip(chosen, models, strict=True):
-        took = numbers.get(key(recipe, chosen[models.index(model)], "step"))
+        same = (numbers.get(key(recipe, each, "step"))
+                for each in (point, chosen[models.index(model)]))  # fmt: skip
+        took = next((number for number in same if number), None)
         runs = [run | {"step_seconds": 60 * took} for run in rows(folder, point) if took]
         results |= {point: runs} if runs else {}
     if results:
