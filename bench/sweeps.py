@@ -100,6 +100,12 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
         record(key(recipe, point, "peak"), peak, "x", what, command, "any")
 
 
+def half(values: list[float], digits: int) -> str:
+    """Half of the 95% t interval; nothing for fewer than two values."""
+    bounds = interval(values)
+    return f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}" if bounds else ""
+
+
 def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
     """Records the dev NLL of a DLCL system's checkpoints where the encoder's output reads no layer
     above a number; with None it reads all."""
@@ -123,7 +129,7 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
         over = [cut - whole for cut, whole in zip(found[layer], found[None], strict=True)]
         what = (f"dev NLL of {name} where the output reads no layer above {layer}, less that of "
                 f"the whole encoder, {len(over)} seeds")  # fmt: skip
-        mean, spread = round(statistics.mean(over), 3) + 0.0, f"± {statistics.stdev(over):.3f}"
+        mean, spread = round(statistics.mean(over), 3) + 0.0, half(over, 3)
         command = f"python -m bench.sweeps cut {recipe} FOLDER"
         record(key(recipe, point, f"cut_{layer}"), mean, UNITS["nll"], what, command, "any", spread)
 
@@ -155,10 +161,9 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     for point, base, behind in pairs:
         for name, digits in DIGITS.items():
             less = differences(runs[point], runs[base], name)
-            bounds = interval(less)
-            if bounds is None:
+            spread = half(less, digits)
+            if not spread:
                 continue
-            spread = f"± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
             what = f"{name} of {point.name} less {base.name}, {len(less)} seeds, {recipe}"
             found[key(recipe, point, f"{name}_less{behind}")] = (
                 round(statistics.mean(less), digits), spread, UNITS[name], what,
