@@ -213,11 +213,11 @@ class Training:
         return live.peak + 3 * 4 * parameters(self.model)
 
 
-def trainings(texts: dict[str, str]) -> dict[Point, Training]:
-    """The training of every system, on the same batches, for a measurement."""
+def trainings(texts: dict[str, str], chosen: list[Point]) -> dict[Point, Training]:
+    """The training of each system, on the same batches, for a measurement."""
     settings = SIZES | texts | {"seed": 1, "lr": PILOTS.values[0]}
     learned, _ = streams(settings)
-    return {point: Training(settings | {"system": point.name}, learned) for point in POINTS}
+    return {point: Training(settings | {"system": point.name}, learned) for point in chosen}
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
     chosen = list(dict.fromkeys([first, *named(chosen, only)]))
     trainers: dict[Point, Any] = {}
     if recipe == LANGUAGE:
-        all_of_them = language_model.trainings(dict(text.split("=", 1) for text in overrides))
-        trainers = {point: all_of_them[point] for point in chosen}
+        texts = dict(text.split("=", 1) for text in overrides)
+        trainers |= language_model.trainings(texts, chosen)
     else:
         for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
             # A corpus of its own, so that all see the same batches.
@@ -108,7 +108,7 @@ def half(values: list[float], digits: int) -> str:
 
 def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
     """Records the dev NLL of a DLCL system's checkpoints where the encoder's output reads no layer
-    above a number; with None it reads all."""
+    above a number, less that of the whole encoder."""
     torch.set_num_threads(1)
     (point,) = named(points(recipe), [name])
     found: dict[int | None, list[float]] = {}

@@ -111,7 +111,7 @@ def test_refused_before_any_run(text, tmp_path, words, sentence):
 
 def test_the_cost_of_every_system(text, monkeypatch):
     monkeypatch.setattr(module, "SIZES", SIZES | SMALL)
-    found = module.trainings({"train": text, "dev": text})
+    found = module.trainings({"train": text, "dev": text}, module.POINTS)
     assert [point.name for point in found] == [*SYSTEMS]
     peaks = [training.measure() for training in found.values()]
     plain, *others = peaks

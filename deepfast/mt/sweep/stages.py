@@ -51,7 +51,7 @@ class Sweep:
         best = self.pilots.best(tried)
         if best is None:
             best = next(iter(tried))
-            print(f"{point.name}: all pilots diverged, the runs have {best.name}", flush=True)
+            print(f"{point.name}: no pilot has a dev NLL, its runs are as {best.name}", flush=True)
         return self._runs(point.choosing(best))
 
     def left(self, point: Point) -> list[Run]:

@@ -171,7 +171,7 @@ def test_pilots_that_all_diverged_are_told(monkeypatch, capsys):
     })  # fmt: skip
     sweep = Sweep([point], lambda point: [point.own], pilots, lambda pilot: pilot.name, print)
     assert sweep.make(Processes())
-    assert capsys.readouterr().out == "a: all pilots diverged, the runs have a, optim.lr=1\n"
+    assert capsys.readouterr().out == "a: no pilot has a dev NLL, its runs are as a, optim.lr=1\n"
 
 
 @pytest.mark.parametrize("name", ["phrases-systems", "phrases-growing", "multi30k-depth"])
