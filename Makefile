@@ -28,6 +28,8 @@ setup: $(VENV)/.installed
 # Torch comes first and alone, because its CUDA builds demand a triton of their own. Triton 3.6's
 # interpreter fails with numpy 2.4. The ops compile while pip fetches the packages of tests and
 # training. A build that fails is an error, but without a compiler the package works on torch's ops.
+# The tests read models of timm and a plain form of fla-core, which ask for torchvision and einops.
+# Torchvision would bring a torch of its own; the test of timm has a stand-in.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q "$$(grep ^torch== constraints.txt)"
@@ -36,8 +38,9 @@ $(VENV)/.installed: $(SOURCES)
 	! grep -q '^triton==3\.6\.' $(VENV)/kept.txt || sed -i 's/^numpy==.*/numpy<2.4/' $(VENV)/constraints.txt
 	$(BIN)/pip install -q -c $(VENV)/constraints.txt 'setuptools>=77' ninja pybind11 rich
 	$(BIN)/python -m deepfast build > $(VENV)/build.log 2>&1 & \
-	  $(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,dev]'; \
+	  $(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[train,report,integrations,dev]'; \
 	  status=$$?; wait; exit $$status
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-deps timm fla-core einops
 	$(BIN)/deepfast build || test -z "$${CXX:-$$(command -v g++ clang++)}"
 	$(BIN)/deepfast info
 	touch $@

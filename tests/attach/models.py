@@ -4,8 +4,10 @@ run and compare them."""
 import contextlib
 import copy
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -207,7 +209,12 @@ def outcome(case, model, named):
 
 
 def _timm():
-    timm = pytest.importorskip("timm")
+    # Some file of timm needs each of these parts of torchvision, its transformers none.
+    parts = "", ".datasets", ".models.feature_extraction", ".ops.misc", ".transforms", ".utils"
+    with pytest.MonkeyPatch.context() as patch:
+        for part in (*parts, ".transforms.functional"):
+            patch.setitem(sys.modules, f"torchvision{part}", MagicMock())
+        timm = pytest.importorskip("timm")
     return timm.models.vision_transformer.VisionTransformer(
         img_size=8, patch_size=4, embed_dim=D, depth=L, num_heads=2, num_classes=5
     )

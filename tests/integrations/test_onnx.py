@@ -35,8 +35,15 @@ def assert_same_in_onnxruntime(model, batch):
         torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("connection", ["dlcl", "attnres", "residual"])
+# An export takes half a minute.
+LATER = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=LATER)])
+@pytest.mark.parametrize(
+    "connection",
+    ["dlcl", pytest.param("attnres", marks=LATER), pytest.param("residual", marks=LATER)],
+)
 def test_an_encoder(connection, masked):
     model = perturbed(nn.TransformerEncoder(L, D, 2, 24, connection=connection)).eval()
 
@@ -48,6 +55,7 @@ def test_an_encoder(connection, masked):
     assert_same_in_onnxruntime(model, batch)
 
 
+@LATER
 @pytest.mark.parametrize(
     ("name", "connection", "patched"),
     [("bert", "dlcl", True), ("modernbert", "attnres", False), ("modernbert", "denseformer", True)],
