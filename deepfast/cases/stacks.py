@@ -19,7 +19,7 @@ class _Stack(torch.nn.Module):
     def __init__(self, connection: torch.nn.Module, dim: int, full: bool, rms: bool):
         super().__init__()
         self.connection, self.full = connection, full
-        self.norm = RMSNorm(dim) if rms else LayerNorm(dim)
+        self.norm = (RMSNorm if rms else LayerNorm)(dim) if full else None
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         history, x, residual = DepthHistory(), None, None
@@ -43,7 +43,8 @@ def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend=None
     connection = kind(depth, dim, backend=backend, **options)
     stack = _Stack(connection, dim, full, rms).to(states[0].device)
     parameters = {name.replace("__", "."): p for name, p in given.items()}
-    return functional_call(stack, parameters, tuple(states))
+    # Strict, because a parameter that is no operand would get no gradient to compare.
+    return functional_call(stack, parameters, tuple(states), strict=True)
 
 
 def _case(name: str, op: str, kind, rows: Rows, *, depth: int, full: bool, options: dict, **given):
@@ -76,7 +77,7 @@ def attention_boundary(
     """The same with attention residuals."""
     count = depth + 1
     given = {"query": Computed(torch.randn(count, rows.dim) / rows.dim**0.5)}
-    if options.get("weights") == "relu":
+    if options.get("score_function") == "relu":
         given["bias"] = values(count, count)
     return _case(
         name, "attention_boundary", AttentionResiduals, rows, depth=depth, full=full,

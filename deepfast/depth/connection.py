@@ -232,7 +232,12 @@ def _check_push(connection: DepthConnection, y: Tensor, residual: Tensor | None,
     # A state of the same kind as the first one of this pass needs no further check.
     if history.owner is not connection or history.kind != kind:
         check_state(connection, y)
-        _check_alike(connection, y, history)
+        if history.owner is connection and history.kind is not None:
+            shape, dtype, device = history.kind
+            raise ValueError(
+                f"{op}: the states of a pass must be alike: expected {tuple(shape)} of {dtype} on "
+                f"{device}, got {tuple(y.shape)} of {y.dtype} on {y.device}"
+            )
     checks.probability(op, call.dropout_p)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != kind:
         checks.like(op, "residual", residual, "the branch", y)
@@ -253,18 +258,6 @@ def check_state(connection, y: Tensor) -> None:
         raise ValueError(f"{op}: the input must be (..., {connection.dim}), got {tuple(y.shape)}")
     if y.device != connection.device:
         raise ValueError(f"{op}: the input must be on {connection.device}, got {y.device}")
-
-
-def _check_alike(connection, y: Tensor, history: DepthHistory) -> None:
-    if history.owner is not connection or history.kind is None:
-        return
-    shape, dtype, device = history.kind
-    expected, got = shape.numel() // connection.dim, y.numel() // connection.dim
-    if (expected, dtype, device) != (got, y.dtype, y.device):
-        raise ValueError(
-            f"{connection.name}: the states of a pass must be alike: expected {expected} tokens of "
-            f"{dtype} on {device}, got {got} of {y.dtype} on {y.device}"
-        )
 
 
 def _check_out_norm(connection, out_norm: OutNorm, y: Tensor) -> None:

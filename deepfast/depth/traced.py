@@ -7,29 +7,18 @@ of all its rows; one op each adds the states of the block. So forward has the sc
 that is in one compiled graph is in_graph.py's.
 """
 
-import torch
 from torch import Tensor
 
-from deepfast import ops
 from deepfast.depth import in_graph
 from deepfast.depth.rows import OutNorm
 from deepfast.depth.schedule import default_block
 from deepfast.ops import common
+from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise
 
 
 def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
     return normalise(connection.name, x, None, norm, 0.0, None, connection.backend)[0]
-
-
-def _sum(y: Tensor, residual: Tensor | None, p: float, seed, backend) -> Tensor:
-    """residual + dropout(y)."""
-    if p == 0:
-        return y if residual is None else y + residual
-    residual = torch.zeros_like(y) if residual is None else residual
-    return ops.add_layer_norm(
-        y, residual, None, None, dropout_p=p, training=True, seed=seed, backend=backend
-    )[1]
 
 
 def _mixed(connection, history, k: int) -> Tensor:
@@ -97,7 +86,7 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
     p = call.dropout_p if connection.training else 0.0
-    z = _sum(y, residual, p, call.seed, connection.backend)
+    z = add_dropout(connection.name, y, residual, p, call.seed, connection.backend)
     if connection.norm == "pre" and norm is not None:
         z = _norm(connection, z, norm)
     history.traced.append(z)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from deepfast import ops
 from deepfast.memory.policies import RERUN
 from deepfast.nn.connections.latent import Gate, gated, gated_parameters
-from deepfast.nn.layer_norm import Norm, plain_norm
+from deepfast.nn.layer_norm import Norm, add_norm, plain_norm
 from deepfast.nn.recompute import plain
 from deepfast.ops.activation import KINDS
 
@@ -70,10 +70,7 @@ class FeedForward(nn.Module):
         if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
             # A rerun stops before the last product, which it could not do inside one op.
             if residual is None or return_norm or not fused:
-                if residual is None:
-                    n, s = norm(x), x
-                else:
-                    n, s = norm(x, residual=residual, dropout_p=dropout_p)
+                n, s = add_norm(norm, x, residual, dropout_p)
                 run = self.forward
                 if gated and recompute in ("ffn", "ffn+qkv"):
                     run = partial(checkpoint, self.forward, use_reentrant=False)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.connections import names
 from deepfast.depth.rows import OutNorm
 from deepfast.nn.recompute import Kept, Recompute, plain
+from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise
 
 
@@ -129,20 +129,14 @@ class RMSNorm(Norm):
 
 
 class NoNorm(nn.Module):
-    """Stands where a stack has a norm, and returns the sum itself."""
+    """Stands where a stack has a norm, and returns its input."""
 
     def __init__(self, dim: int, *, backend: str | None = None):
         super().__init__()
+        self.backend = backend
 
-    def forward(
-        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """residual + dropout(x), twice with ``residual``."""
-        x = F.dropout(x, dropout_p, self.training)
-        if residual is None:
-            return x
-        total = residual + x
-        return total, total
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 NORMS: dict[str, Any] = {"layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
@@ -163,3 +157,19 @@ def check_norms(op: str, connection: str, norm: str, norm_type: str) -> None:
 def plain_norm(module: nn.Module) -> TypeGuard[Norm]:
     """Whether a fused op may replace ``module``, see `plain`."""
     return plain(module, LayerNorm) or plain(module, RMSNorm)
+
+
+def add_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """``norm(s)`` and ``s = residual + dropout(x)``; without a residual s is x.
+
+    A norm that is not plain is called with s alone, as its hooks and any other module expect.
+    """
+    if residual is None:
+        return norm(x), x
+    if plain_norm(norm):
+        return norm(x, residual=residual, dropout_p=dropout_p)
+    p, backend = dropout_p if norm.training else 0.0, getattr(norm, "backend", None)
+    s = add_dropout(type(norm).__name__, x, residual, p, None, backend)
+    return norm(s), s

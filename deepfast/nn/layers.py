@@ -19,7 +19,7 @@ from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.connections.latent import Gate
 from deepfast.nn.feed_forward import ACTIVATIONS, FeedForward
-from deepfast.nn.layer_norm import NORMS, LayerNorm, Norm, RMSNorm, plain_norm
+from deepfast.nn.layer_norm import NORMS, LayerNorm, Norm, RMSNorm, add_norm, plain_norm
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute
 from deepfast.ops.attention import Window
@@ -179,7 +179,7 @@ class _Layer(nn.Module):
         norms += [self.cross_attention_norm] if self.crosses else []
         norms += [] if post else [self.feed_forward_norm]
         if self.crosses:
-            n, s = norms[0](branch, residual=x, dropout_p=self.dropout)
+            n, s = add_norm(norms[0], branch, x, self.dropout)
             x = n if post else s
             if self.inner_norms is None:
                 again = self._again(norms[0], n, s)
@@ -204,8 +204,7 @@ class _Layer(nn.Module):
         )
         if not post:
             return x, f
-        y, _ = self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)
-        return y
+        return add_norm(self.feed_forward_norm, f, x, self.dropout)[0]
 
     def _alone(
         self, x: Tensor, packing: Packing, again: Recompute | None, gate: Gate | None, own: dict,

@@ -92,15 +92,18 @@ class Packing:
             return self._cu_seqlens(device)
         made = self.__dict__.setdefault("_made", {})
         if device not in made:
-            made[device] = self._cu_seqlens(device)
+            # A tensor that is made in inference mode cannot be saved for backward.
+            with torch.inference_mode(False):
+                made[device] = self._cu_seqlens(device)
         return made[device]
 
     def sentences(self, device: torch.device) -> Tensor:
         """(T,) int64: the sentence of each packed token. Computed once."""
         made = self.__dict__.setdefault("_made", {})
         if ("sentences", device) not in made:
-            each = torch.arange(self.batch, device=device).repeat_interleave(self.length)
-            made["sentences", device] = each if self.indices is None else each[self.indices]
+            with torch.inference_mode(False):
+                each = torch.arange(self.batch, device=device).repeat_interleave(self.length)
+                made["sentences", device] = each if self.indices is None else each[self.indices]
         return made["sentences", device]
 
     def _cu_seqlens(self, device: torch.device) -> Tensor:

@@ -6,6 +6,8 @@ Philox4x32-10 of Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 
 import torch
 from torch import Tensor
 
+from deepfast.dtypes import compute_dtype
+
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -73,3 +75,10 @@ def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
         return x
     mask = dropout_mask(seed, x.shape[0], x.shape[1], p, device=x.device).to(x.dtype)
     return torch.where(mask > 0, x * mask, 0)
+
+
+def add_dropout(x: Tensor, residual: Tensor | None, p: float, seed: int | Tensor | None) -> Tensor:
+    """``residual + dropout(x)``, shaped like x (..., D), rounded once."""
+    s = x.to(compute_dtype(x.dtype))
+    s = dropout(s.reshape(-1, s.shape[-1]), p, seed).view(s.shape)
+    return (s if residual is None else s + residual.to(s.dtype)).to(x.dtype)

@@ -4,7 +4,7 @@ dropout and a residual sum."""
 from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
-from deepfast.reference.dropout import dropout
+from deepfast.reference.dropout import add_dropout, dropout
 from deepfast.reference.rows import affine, load, norm_backward, normalised, put
 
 
@@ -35,11 +35,7 @@ def layer_norm(
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + dropout(x)``; returns ``(LN(s) * weight + bias, s)``, shaped like x."""
-    s = x.to(compute_dtype(x.dtype))
-    s = dropout(s.reshape(-1, s.shape[-1]), dropout_p, seed).view(s.shape)
-    if residual is not None:
-        s = s + residual.to(s.dtype)
-    s = s.to(x.dtype)
+    s = add_dropout(x, residual, dropout_p, seed)
     n, _, _ = normalise(s.to(compute_dtype(x.dtype)), eps, rms)
     y = n if weight is None else n * weight
     y = y if bias is None else y + bias

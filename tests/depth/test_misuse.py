@@ -87,8 +87,9 @@ def test_a_first_push(name, y, options, error, message):
 @pytest.mark.parametrize(
     ("y", "options", "error", "message"),
     [
-        (torch.ones(6, DIM), {}, ValueError, "states of a pass must be alike: .* 5 .*got 6"),
-        (X.double(), {}, ValueError, "torch.float32 .*got 5 of torch.float64"),
+        (torch.ones(6, DIM), {}, ValueError, r"must be alike: expected \(5, 12\) .*got \(6, 12\)"),
+        (X.view(1, TOKENS, DIM), {}, ValueError, r"expected \(5, 12\) .*got \(1, 5, 12\)"),
+        (X.double(), {}, ValueError, r"torch.float32 .*got \(5, 12\) of torch.float64"),
         (torch.ones(TOKENS, 13), {}, ValueError, r"must be \(..., 12\), got \(5, 13\)"),
         (X.to("meta"), {}, ValueError, "the input must be on cpu, got meta"),
         *(

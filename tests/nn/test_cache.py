@@ -76,7 +76,7 @@ def test_a_step_computes_what_the_modules_do(dtype, connection, norm_type):
         results = []
         for plain in (True, False):
             if not plain:
-                for module in decoder.modules():
+                for module in decoder.layers.modules():
                     module.register_forward_hook(lambda *_: None)
             cache = decoder.start(encoded, packing)
             results.append([decoder.step(one, cache) for one in x])

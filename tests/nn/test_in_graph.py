@@ -229,6 +229,29 @@ def test_an_exported_program_shares_reads(connection):
     assert read <= most.get(connection, 1.1) * direct
 
 
+def test_an_exported_push_with_dropout_computes_no_norm():
+    """Attention residuals have none: a push is the sum and the reads, and the numbers are those of
+    eager code."""
+
+    class Dropped(Stack):
+        def forward(self, x):
+            history = DepthHistory()
+            y = self.connection(x, history)
+            for k, layer in enumerate(self.layers):
+                y = self.connection(layer(y), history, residual=y, dropout_p=0.3, seed=k)
+            return y
+
+    model, x = Dropped("attnres"), torch.randn(TOKENS, DIM, dtype=torch.float64)
+    program = torch.export.export(model, (x,))
+    assert not [n for n in program.graph.nodes if "layer_norm" in str(n.target)]
+    got, wanted = (
+        [out, *torch.autograd.grad(out.square().sum(), [*each.parameters()])]
+        for each in (program.module(), model)
+        for out in [each(x)]
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("place", ["in the loop", "behind"])
 def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
     """Then the pass goes by registered ops through several graphs."""

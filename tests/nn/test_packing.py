@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.nn import Packing
+from deepfast.nn import Packing, TransformerEncoder
 
 PADDING = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
 
@@ -33,3 +33,14 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(packing.unpack, t)
     assert torch.autograd.gradgradcheck(packing.pack, x)
     assert torch.autograd.gradgradcheck(packing.unpack, t)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_packing_that_inference_has_used_trains(padding):
+    module, x = TransformerEncoder(1, 4, 2, 8), torch.randn(4, 4, 4)
+    packing = Packing.of(4, 4, padding)
+    with torch.inference_mode():
+        module.forward_packed(packing.pack(x), packing)
+        sentences = packing.sentences(x.device)
+    module.forward_packed(packing.pack(x), packing).sum().backward()
+    assert not sentences.is_inference()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from deepfast import backend as backends
 from deepfast.nn import (
+    LayerNorm,
     Packing,
     TransformerDecoder,
     TransformerDecoderLayer,
@@ -224,3 +225,57 @@ def test_replaced_and_hooked_layers_are_called():
     m.layers[0].feed_forward.up.load_state_dict(up.state_dict())
     assert not torch.allclose(m(x), plain)
     assert seen == ["up", "norm", "patched", "doubled"]
+
+
+class Doubled(LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def by_hook(norm):
+    norm.register_forward_hook(lambda _m, _x, y: 2 * y)
+    return norm
+
+
+def by_subclass(norm):
+    norm.__class__ = Doubled
+    return norm
+
+
+def by_torch(norm):
+    return by_hook(torch.nn.LayerNorm(DIM).double().requires_grad_(False))
+
+
+@pytest.mark.parametrize("change", [by_hook, by_subclass, by_torch])
+@pytest.mark.parametrize("policy", ["none", "ffn", "ffn+qkv", "layer", "layer+input"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"connection": "residual"}, {"norm": "post"}, {}, {"connection": "attnres"},
+        {"connection": "attnres", "reads": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+@KINDS
+def test_norms_that_are_not_plain_run_as_modules(kind, options, policy, change):
+    """Twice the norm is the norm with weights of 2."""
+    if policy == "layer+input" and options.get("connection") == "residual":
+        policy = "layer"
+    inputs, masks, _ = operands(kind, PADDING, torch.float64)
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(3)
+        m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.2, recompute=policy, **options).double()
+        for module in [*m.modules()]:
+            for name, norm in module.named_children():
+                if type(norm) is not LayerNorm:
+                    continue
+                norm.requires_grad_(False)
+                if plain:
+                    norm.weight.fill_(2)
+                else:
+                    setattr(module, name, change(norm))
+        learned = [*inputs, *(p for p in m.parameters() if p.requires_grad)]
+        out = m(*inputs, *masks)
+        found.append([out, *torch.autograd.grad(out.square().sum(), learned)])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepfast import ops as public
 from deepfast.backend import NO_CUDA, SDPA
 from deepfast.cases import check, ops, sentences
-from deepfast.cases.case import Rows, differentiate, masked, tuple_of
+from deepfast.cases.case import Case, Rows, differentiate, masked, tuple_of
+from deepfast.ops.add_dropout import add_dropout_op
 from tests.tolerances import assert_accurate
 
 T, D, K, N = 5, 16, 3, 7
@@ -24,12 +25,23 @@ def _packed(name, rows, p):
     )
 
 
+def _sum(name, rows, p):
+    return Case(
+        name=name, op="boundary", operands={"x": rows.random(), "residual": rows.random()},
+        run=lambda x, residual, backend: add_dropout_op(
+            x, residual, p, torch.tensor(SEED), backend
+        ),
+        plain=lambda dropout, x, residual: residual + dropout(x, p, SEED),
+    )  # fmt: skip
+
+
 def _recurrent(name, rows, _):
     return sentences.peephole_lstm(name, rows.tokens, 2, K, reverse=True, begun=True)
 
 
 MAKERS = {
     "layer_norm": lambda n, rows, p: ops.layer_norm(n, rows, p=p),
+    "add_dropout": _sum,
     "activation": lambda n, rows, p: ops.activation(n, rows, "gelu", p=p),
     "depth_mix": lambda n, rows, _: ops.depth_mix(n, rows, K),
     "depth_mix_tokens": lambda n, rows, _: ops.depth_mix_tokens(n, rows, K),

@@ -7,6 +7,7 @@ from deepfast import backend as backends
 from deepfast.cases import ops as cases
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from deepfast.ops import activation, add_layer_norm
+from deepfast.ops.add_dropout import add_dropout
 from deepfast.reference.dropout import dropout_mask
 from tests.ops.cases import Call, D, T, equal, results
 
@@ -18,6 +19,10 @@ def summed(x, p, backend, seed=None, training=True):
     return add_layer_norm(x, residual, None, None, dropout_p=p, backend=backend, **options)[1]
 
 
+def added(x, p, backend, seed=None, training=True):
+    return add_dropout("add_dropout", x, None, p if training else 0.0, seed, backend)
+
+
 def activated(kind):
     """Of positive numbers beyond 10 an activation is the number itself."""
     return lambda x, p, backend, seed=None, training=True: activation(
@@ -25,7 +30,8 @@ def activated(kind):
     )
 
 
-FORMS = {"add_layer_norm": summed, "relu": activated("relu"), "gelu": activated("gelu")}
+FORMS = {"add_layer_norm": summed, "add_dropout": added, "relu": activated("relu"),
+         "gelu": activated("gelu")}  # fmt: skip
 
 
 @pytest.fixture(params=FORMS)
@@ -36,7 +42,7 @@ def dropped(request):
 
 @pytest.fixture
 def backend(request, backend):
-    if backend == "cuda" and request.getfixturevalue("dropped") is not summed:
+    if backend == "cuda" and request.getfixturevalue("dropped") not in (summed, added):
         pytest.skip("activation has no CUDA kernel")
     return backend
 

@@ -60,7 +60,7 @@ def test_the_operator_is_the_function(any_backend, name, p):
 FULL, HALF = torch.float32, torch.bfloat16
 AUTOCAST = {
     # Ops without a matrix product leave their inputs as they are.
-    "layer_norm": [FULL, FULL], "activation": [FULL], "depth_mix": [FULL],
+    "layer_norm": [FULL, FULL], "add_dropout": [FULL], "activation": [FULL], "depth_mix": [FULL],
     "depth_mix_tokens": [FULL], "depth_attention": [FULL, FULL], "norm_linear": [HALF, HALF],
     "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL],
     "peephole_lstm": [HALF, HALF, FULL],

@@ -22,6 +22,13 @@ def test_every_op_has_cases():
     assert set(sizes.KERNELS) == set(backend.OPS)
 
 
+def test_the_bias_of_relu_scores_is_compared():
+    calls = sizes.LISTED["attention_boundary"](sizes.QUICK["cpu"])
+    (relu,) = (case for case in calls if case.name == "relu")
+    assert "connection__bias" in relu.operands
+    assert check.fault(relu, "cpu", torch.float32, "cpu") is None
+
+
 # ---- one job -------------------------------------------------------------------------------------
 
 SAID = {

@@ -53,10 +53,7 @@ class Attended(Mixed):
                 # The last residual holds the layer's input and what every sublayer but the last has
                 # added. The state is what all of them have added.
                 residual = residual - x
-            x, n = self.depth(
-                branch, history, residual=residual, dropout_p=p, out_norm=norm.as_output(),
-                return_x=whole or shown,
-            )  # fmt: skip
+            x, n = self.read(branch, residual, p, norm, history, whole or shown)
             if shown:
                 note(states, x)
             # Freed here, so that only the layer holds its input.

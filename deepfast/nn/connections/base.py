@@ -203,9 +203,10 @@ def run_layer(
         # A compiler understands torch's checkpointing, and chooses itself what else to save.
         return checkpoint(run, x, n, use_reentrant=False)
     # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
-    # that torch.compile traces has none.
+    # that torch.compile traces has none. A norm that is not plain does not run again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
     states = learns and history is not None and history.state is not None
+    states = states and (norm is None or plain_norm(norm))
     if policy == "layer+input" and states:
         return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
     if policy in RERUN:

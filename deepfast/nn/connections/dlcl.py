@@ -1,6 +1,7 @@
 """Stacks whose layers read a weighted sum of the states of all layers: DLCL and DenseFormer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
 from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
-from deepfast.nn.layer_norm import Norm
+from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 
 
@@ -108,9 +109,7 @@ class Mixed(Connection):
         """`mix` in pre-norm."""
         branch, residual, p = x, None, 0.0
         for call, norm in zip(calls, norms, strict=False):
-            x, n = self.depth(
-                branch, history, residual=residual, dropout_p=p, out_norm=norm.as_output()
-            )
+            x, n = self.read(branch, residual, p, norm, history)
             note(states, x)
             # Freed here, so that only the layer holds its input.
             branch = residual = None
@@ -130,9 +129,23 @@ class Mixed(Connection):
         """Pushes the last state; returns its row, normalised where there is a norm."""
         if norm is None:
             return self.depth(branch, history, residual=residual, dropout_p=dropout_p)
-        x, n = self.depth(
-            branch, history, residual=residual, dropout_p=dropout_p, out_norm=norm.as_output(),
-            return_x=states is not None,
-        )  # fmt: skip
+        x, n = self.read(branch, residual, dropout_p, norm, history, states is not None)
         note(states, x)
         return n
+
+    def read(
+        self,
+        branch: Tensor,
+        residual: Tensor | None,
+        dropout_p: float,
+        norm: Norm,
+        history: DepthHistory,
+        return_x: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Pushes a state; returns its row, or None unless ``return_x``, and norm(row). A norm that
+        is not plain runs after the push."""
+        push = partial(self.depth, branch, history, residual=residual, dropout_p=dropout_p)
+        if plain_norm(norm):
+            return push(out_norm=norm.as_output(), return_x=return_x)
+        x = push()
+        return x, norm(x)

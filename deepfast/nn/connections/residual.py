@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepfast.nn.connections.base import Connection, LayerCall, note, run_layer
+from deepfast.nn.layer_norm import add_norm
 from deepfast.ops import common
 
 
@@ -29,10 +30,7 @@ class Residual(Connection):
         branch, residual = x, None
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
         for call, norm in (*used, (None, self.norms[-1])):
-            if residual is None:
-                x, n = branch, norm(branch)
-            else:
-                n, x = norm(branch, residual=residual, dropout_p=self.dropout)
+            n, x = add_norm(norm, branch, residual, self.dropout)
             note(states, x)
             if call is None:
                 return n
