@@ -268,8 +268,13 @@ class Checked:
     ) -> str | None:  # fmt: skip
         """Checks a variant and keeps the result; returns why that was not possible, or None."""
         launch, by, lost = self.launch, self.by, None
+        line = {
+            "op": launch.op, "backend": by, "dtype": dtype_name(dtype), "launch": launch.name,
+            "variant": variant,
+        }  # fmt: skip
         try:
-            error = fault(launch, self.run, self.reference, operands, device, dtype)
+            with known.check(**line):
+                error = fault(launch, self.run, self.reference, operands, device, dtype)
         except NoReference as raised:
             return str(raised)
         except Exception as raised:
@@ -284,10 +289,7 @@ class Checked:
                 "check it again)", launch.op, by, dtype_name(dtype), store.device_name(device),
                 error, known.path, launch.op,
             )  # fmt: skip
-        known.add(
-            op=launch.op, backend=by, dtype=dtype_name(dtype), launch=launch.name, variant=variant,
-            error=error,
-        )  # fmt: skip
+        known.add(**line, error=error)
         if error is not None:
             self.failed()
         if lost is not None:
