@@ -324,8 +324,9 @@ def _launchers(op: str, name: str, check: bool = False) -> SimpleNamespace | Non
     runs = _runs(op, name)
     if check:
         references = _runs(op, "reference")
+        thread = _triton_module("launch")[0].thread if name == "triton" else None
         runs = {
-            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear)
+            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear, thread)
             for f, run in runs.items()
         }
     return SimpleNamespace(**{f: LAUNCHES[f].by_name(run) for f, run in runs.items()})
