@@ -20,9 +20,10 @@ class BuildOps(build_ext):
     """Writes the library under the name by which deepfast.library finds it."""
 
     def get_ext_filename(self, fullname):
-        from deepfast import library
+        from deepfast import build, library
 
-        return str(Path(*fullname.split(".")[:-1], library.file_name()))
+        name = library.file_name(build.cuda_refusal() is None)
+        return str(Path(*fullname.split(".")[:-1], name))
 
     def build_extension(self, ext):
         from deepfast import build

@@ -168,6 +168,8 @@ def _triton_refusal(op: str, device_type: str, dtype: torch.dtype) -> str | None
     interpreted = device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device_type != "cuda" and not interpreted:
         return f"tensors are on {device_type}, not cuda (TRITON_INTERPRET=1 runs kernels on a cpu)"
+    if torch.version.hip and not interpreted:
+        return f"the Triton kernels are for CUDA, and this torch is for ROCm {torch.version.hip}"
     reasons = (_triton_module(name)[1] for name in KERNEL_FILES[op])
     return next(filter(None, reasons), None if interpreted else _launch_refusal())
 
@@ -322,8 +324,9 @@ def _launchers(op: str, name: str, check: bool = False) -> SimpleNamespace | Non
     runs = _runs(op, name)
     if check:
         references = _runs(op, "reference")
+        thread = _triton_module("launch")[0].thread if name == "triton" else None
         runs = {
-            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear)
+            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear, thread)
             for f, run in runs.items()
         }
     return SimpleNamespace(**{f: LAUNCHES[f].by_name(run) for f, run in runs.items()})

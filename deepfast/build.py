@@ -253,7 +253,7 @@ def parallel_jobs() -> int:
 def choose_target() -> Path:
     """Where the library is written: into the package, or where that is read-only into the cache."""
     writable = os.access(library.PACKAGE, os.W_OK)
-    return library.in_package() if writable else library.in_cache()
+    return (library.in_package if writable else library.in_cache)(cuda_refusal() is None)
 
 
 def work_folder() -> Path:

@@ -1,8 +1,8 @@
 """The compiled library of C++ ops, deepfast._C: its path, how it is loaded, and why it cannot be.
 
 Its file name contains a digest of its sources, so a library that was compiled from other sources is
-never loaded. `deepfast build` writes it into the package. Where that folder is read-only, it writes
-into the user's cache folder, below the version of torch.
+never loaded, and says whether it has CUDA. `deepfast build` writes it into the package. Where that
+folder is read-only, it writes into the user's cache folder, below the version of torch.
 """
 
 import functools
@@ -41,24 +41,24 @@ def digest_of(files: Iterable[Path]) -> str:
 
 
 @functools.cache
-def file_name() -> str:
-    """The library's file name. The digest covers all instruction sets of the architecture, because
-    one library contains all of them and chooses one when it is loaded."""
+def file_name(cuda: bool = False) -> str:
+    """The file name of the library with CUDA or without. The digest covers all instruction sets of
+    the architecture, because one library contains all of them and chooses one when it is loaded."""
     files = [PACKAGE / "build.py", PACKAGE / "launches.py"]
     files += sorted(f for f in CSRC.rglob("*") if f.suffix in (".cpp", ".cu", ".h", ".py"))
-    return f"_C.{digest_of(files)}{SUFFIX}"
+    return f"_C.{digest_of(files)}{'.cuda' * cuda}{SUFFIX}"
 
 
-def in_package() -> Path:
+def in_package(cuda: bool = False) -> Path:
     """The library in the package. By torch's stable ABI it works with newer versions too."""
-    return PACKAGE / file_name()
+    return PACKAGE / file_name(cuda)
 
 
-def in_cache() -> Path:
+def in_cache(cuda: bool = False) -> Path:
     """The library in the user's cache folder, for this version of torch alone."""
     import torch
 
-    return cache_folder() / f"torch-{torch.__version__}" / file_name()
+    return cache_folder() / f"torch-{torch.__version__}" / file_name(cuda)
 
 
 def _cut_short(path: Path) -> bool:
@@ -79,8 +79,9 @@ def load() -> tuple[ModuleType | None, str | None]:
         reason = (
             f"the C++ ops do not match: {path} is built from other sources or for another torch"
         )
-    # The cache first: a wheel brings a library without CUDA, and one that was compiled here has it.
-    for path in filter(os.path.exists, (in_cache(), in_package())):
+    # Of two libraries with CUDA, or without, the package's own: environments share the cache.
+    places = (place(cuda) for cuda in (True, False) for place in (in_package, in_cache))
+    for path in filter(os.path.exists, places):
         spec = importlib.util.spec_from_file_location("deepfast._C", path)
         try:
             if _cut_short(path):

@@ -4,9 +4,12 @@
 asks the CUDA driver about every tensor. `start` keeps the compiled kernels by what Triton
 specialises on, and hands it addresses. Where a kernel is not compiled yet, where a profiler has set
 hooks, and in the interpreter the launch goes Triton's way.
+
+Before a compiled kernel runs for the first time, `start` asks `thread.ask`, if it is set.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -16,6 +19,20 @@ import triton
 from triton.compiler import CompiledKernel
 
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+class _Thread(threading.local):
+    """The launch that a thread makes."""
+
+    ask: Callable[[str, str], bool | None] | None = None
+    """Is called with the name of a kernel and its variant before `start` runs it for the first time
+    while this is set. It raises an error where the kernel must not run, and returns whether `start`
+    may run it from now on without asking."""
+    launched = False
+    """Whether `start` has run a kernel since somebody made this False."""
+
+
+thread = _Thread()
 
 
 def cdiv(x: int, y: int) -> int:
@@ -68,6 +85,7 @@ class Kernel:
         rest = [p for p in parameters if not p.is_constexpr]
         self.plain = _entries([p.num for p in rest if p.do_not_specialize])
         self.places = [p.num for p in rest if not p.do_not_specialize]
+        self.anywhere = {p.num for p in rest if p.do_not_specialize_on_alignment}
 
     def variant(self, args: tuple, options: tuple) -> tuple[tuple | None, list]:
         """What decides which compiled variant takes ``args``, and these with addresses in place of
@@ -92,7 +110,8 @@ class Kernel:
                 most = max(most, largest)
             else:
                 given[place] = address = x.data_ptr()
-                kinds.append(x.dtype if address % 16 == 0 else (x.dtype,))
+                aligned = address % 16 == 0 or place in self.anywhere
+                kinds.append(x.dtype if aligned else (x.dtype,))
         variant = None if most >= 2**31 else (*kinds, *self.constants(args), *options)
         return variant, given
 
@@ -124,19 +143,25 @@ def _hooked() -> bool:
 def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     """``kernel[programs](*args, **options)``, with all arguments in the kernel's order."""
     variant = found = None
-    if not INTERPRETED and not _hooked():
-        of, driver = known(kernel), triton.runtime.driver.active
+    if not INTERPRETED:
+        of, driver, ask = known(kernel), triton.runtime.driver.active, thread.ask
         device = driver.get_current_device()
-        variant, given = of.variant(args, (device, *options.items()))
-        found = of.variants.get(variant)
+        variant, given = of.variant(args, tuple(options.items()))
+        kept_by = variant, device, ask is None
+        found = None if _hooked() else of.variants.get(kept_by)
     if found is None:
+        keep = variant is not None
+        if keep and ask is not None and kept_by not in of.variants:
+            keep = ask(kernel.__name__, repr(variant))
         made = kernel[programs](*args, **options)
-        if variant is not None and isinstance(made, CompiledKernel):
-            of.variants[variant] = made
+        if keep and isinstance(made, CompiledKernel):
+            of.variants[kept_by] = made
+        thread.launched = True
         return
     x, y, z = (*programs, 1, 1)[:3]
     handles = driver.get_current_stream(device), found.function, found.packed_metadata
     found.run(x, y, z, *handles, None, None, None, *given)
+    thread.launched = True
 
 
 # ---- operands by name ----------------------------------------------------------------------------

@@ -60,6 +60,18 @@ def test_triton_is_no_default(monkeypatch):
     assert "on cpu, not cuda" in backend.refusal("layer_norm", "triton", "cpu", torch.float32)
 
 
+def test_rocm_is_refused(monkeypatch):
+    """There a GPU is of type cuda, too."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    for op in backend.OPS:
+        chosen = backend.preview(op, None, "cuda:0", torch.bfloat16)[0]
+        assert chosen == ("sdpa" if op == "attention" else "reference")
+        reason = backend.refusal(op, "triton", "cuda:0", torch.bfloat16)
+        assert reason == "the Triton kernels are for CUDA, and this torch is for ROCm 6.4"
+
+
 @pytest.mark.parametrize("missing", ["compiler", "Python.h"])
 def test_triton_without_a_c_compiler_is_refused(monkeypatch, tmp_path, missing):
     """Nothing is launched to find out."""

@@ -29,7 +29,9 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "a package"
     folder.mkdir()
     monkeypatch.setattr(library, "PACKAGE", folder)
-    monkeypatch.setattr(library, "file_name", lambda: f"_C.now{library.SUFFIX}")
+    monkeypatch.setattr(
+        library, "file_name", lambda cuda=False: f"_C.now{'.cuda' * cuda}{library.SUFFIX}"
+    )
     monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path / "the cache"))
     return folder
 
@@ -87,7 +89,7 @@ def test_a_library_that_is_cut_short_is_a_reason(python, tmp_path):
     whole = Path(sys.modules["deepfast._C"].__file__)
     cut = tmp_path / "cut.so"
     cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
-    code = f"from deepfast import library; library.in_package = lambda: {str(cut)!r}; "
+    code = f"from deepfast import library; library.in_package = lambda cuda: {str(cut)!r}; "
     code += "print(library.load()[1])"
     said = python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout
     assert said == f"the C++ ops do not load: {cut} is cut short; `{library.BUILD}` compiles them\n"
@@ -111,7 +113,7 @@ def test_the_command_compiles_this_copy(python, tmp_path, clone):
 def test_import_works_with_a_library_of_another_key(python, tmp_path):
     """As after a change of the sources: the name that is expected is another."""
     code = (
-        "from deepfast import library; library.file_name = lambda: 'other.so'\n"
+        "from deepfast import library; library.file_name = lambda cuda=False: 'other.so'\n"
         "import torch, deepfast; from deepfast import backend\n"
         "deepfast.ops.layer_norm(torch.ones(2, 4), None, None)\n"
         "print(backend.choose('layer_norm', None, 'cpu', torch.float32)[0])"
@@ -185,6 +187,27 @@ def test_a_read_only_package_gets_its_library_in_the_cache(compiler, package, mo
     assert main(["build"]) == 0
     assert library.in_cache().exists()
     assert not any(package.iterdir())
+
+
+def test_a_library_with_cuda_comes_before_one_without(compiler, package, monkeypatch):
+    """Two environments have the same torch and one cache; only the second has an nvcc."""
+    compiler("echo compiled > $out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != package)
+        patch.setattr(build, "cuda_refusal", lambda: "no nvcc was found")
+        assert main(["build"]) == 0
+    monkeypatch.setattr(build, "cuda_refusal", lambda: None)
+    assert main(["build"]) == 0
+    tried = []
+    monkeypatch.setattr(library, "_cut_short", lambda path: tried.append(path) or True)
+    library.load()
+    assert [path.parent for path in tried] == [package, library.in_cache().parent]
+    # The other way round: a wheel has a library without CUDA, and the cache has one with it.
+    tried[0].rename(library.in_cache().parent / tried[0].name)
+    tried[1].rename(package / tried[1].name)
+    tried.clear()
+    library.load()
+    assert [path.parent for path in tried] == [library.in_cache().parent, package]
 
 
 def test_a_second_process_waits_for_the_first(compiler, package):

@@ -258,11 +258,12 @@ def _check(
             raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
     checks.probability(op, label_smoothing, argument="label_smoothing")
     checks.choice(op, REDUCTIONS, reduction=reduction)
-    for name, value in (("chunk_size", chunk_size), ("ignore_index", ignore_index)):
+    # Triton takes an integer of 32 bits and one of 64 in different kernels.
+    for name, value, bits in (("chunk_size", chunk_size, 64), ("ignore_index", ignore_index, 32)):
         if (value is not None or name != "chunk_size") and type(value) is not int:
             raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
-        if value is not None and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
+        if value is not None and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise ValueError(f"{op}: {name} must fit into {bits} bits, got {value}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{op}: chunk_size must be None or at least 1, got {chunk_size}")
 
@@ -344,7 +345,7 @@ def linear_cross_entropy(
         target: (...) int64, each in [0, V) or ``ignore_index``. Any other value is an error on a
             CPU. On a GPU, where a check would wait for the device, it makes the loss nan.
         label_smoothing: in [0, 1].
-        ignore_index: targets of this value give no loss and no gradient.
+        ignore_index: targets of this value, which fits into 32 bits, give no loss and no gradient.
         reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
         chunk_size: tokens per chunk; by default 1/32 of the tokens, at least 256. On a GPU at least
             1,024, and more where the vocabulary has less than 8,192 words.

@@ -3,8 +3,10 @@
 A launch has variants: Triton compiles one for each width, dtype, missing operand and so on. Before
 a variant runs for the first time, it runs once on small random operands of the same kind, and the
 result is compared with the reference in float64. This compiles no other variant, and takes
-milliseconds. A wrong or failing kernel is not used: the reference computes the call, later
-calls choose another backend, and `store` saves the error for later processes.
+milliseconds. `variant_of` tells most variants apart. Triton compiles more, such as for an address
+that is no multiple of 16, so each of its compiled kernels asks before its first use. A wrong or
+failing kernel is not used: the reference computes the call, later calls choose another backend, and
+`store` saves the error for later processes.
 
 A check makes no collective call and waits for no other process. So the ranks of a process group
 cannot block each other: each rank checks what it launches.
@@ -15,6 +17,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +40,10 @@ class BackendError(RuntimeError):
     """No backend can run the op, or the requested one cannot."""
 
     __module__ = "deepfast.backend"  # Where users find it.
+
+
+class _Refused(RuntimeError):
+    """A kernel that Triton compiles during a launch must not run."""
 
 
 class NoReference(RuntimeError):
@@ -214,24 +221,56 @@ class Checked:
     """A launch of a backend, with a check of each variant before its first use."""
 
     def __init__(
-        self, launch: Launch, by: str, run: Run, reference: Run, failed: Callable[[], None]
-    ):
+        self, launch: Launch, by: str, run: Run, reference: Run, failed: Callable[[], None],
+        thread: Any = None,
+    ):  # fmt: skip
         """
         run: the launch; by: its backend.
         reference: the reference launch, which runs instead of a wrong kernel.
         failed: called where a check fails, so that later calls choose another backend.
+        thread: `deepfast.kernels.launch.thread` for Triton, which compiles more variants than
+            `variant_of` tells apart. Each is checked before it runs, too.
         """
         self.launch, self.by, self.run, self.reference = launch, by, run, reference
-        self.failed = failed
+        self.failed, self.thread = failed, thread
         self.variant_of = variant_of(launch)
         self.right = _right.setdefault((launch.name, by), set())
 
     def __call__(self, *operands) -> None:
         variant = self.variant_of(*operands)
-        if variant in self.right or self._may_run(operands, variant):
+        if not (variant in self.right or self._may_run(operands, variant)):
+            self.reference(*operands)
+        elif self.thread is None:
             self.run(*operands)
         else:
+            self._run_by_triton(operands, variant)
+
+    def _run_by_triton(self, operands: tuple, variant: tuple) -> None:
+        """Runs the launch, which asks before it runs a kernel for the first time."""
+        thread = self.thread
+        thread.ask = functools.partial(self._ask, operands, variant[:2])
+        thread.launched = False
+        try:
+            self.run(*operands)
+        except _Refused as refused:
+            if thread.launched:
+                raise BackendError(str(refused)) from None
             self.reference(*operands)
+        finally:
+            thread.ask = None
+
+    def _ask(self, operands: tuple, at: tuple, kernel: str, compiled: str) -> bool:
+        """Whether a compiled kernel may run; if it is new, the launch is checked once more."""
+        thread, ask, launched = self.thread, self.thread.ask, self.thread.launched
+        try:
+            if self._may_run(operands, (*at, kernel, compiled)):
+                return True
+            raise _Refused(
+                f"{self.launch.op}: {kernel} failed its check, or could not be checked, after "
+                "another kernel of the same launch had run; run the program again"
+            )
+        finally:
+            thread.ask, thread.launched = ask, launched
 
     def _may_run(self, operands: tuple, variant: tuple) -> bool:
         """Whether a new variant may run: it is in the file of results, or it passes the check."""
@@ -268,14 +307,25 @@ class Checked:
     ) -> str | None:  # fmt: skip
         """Checks a variant and keeps the result; returns why that was not possible, or None."""
         launch, by, lost = self.launch, self.by, None
+        line = {
+            "op": launch.op, "backend": by, "dtype": dtype_name(dtype), "launch": launch.name,
+            "variant": variant,
+        }  # fmt: skip
+        compiled: list[tuple[str, str]] = []
+        if self.thread is not None:
+            self.thread.ask = lambda *kernel: compiled.append(kernel)
         try:
-            error = fault(launch, self.run, self.reference, operands, device, dtype)
+            with known.check(**line):
+                error = fault(launch, self.run, self.reference, operands, device, dtype)
         except NoReference as raised:
             return str(raised)
         except Exception as raised:
             if out_of_memory(raised):
                 return f"without memory ({first_line(raised)})"
             error, lost = first_line(raised), _lost_context(device)
+        finally:
+            if self.thread is not None:
+                self.thread.ask = None
         if error is not None:
             error = f"{launch.name} {tuple(variant)}: {error}"
             store.log.warning(
@@ -284,12 +334,11 @@ class Checked:
                 "check it again)", launch.op, by, dtype_name(dtype), store.device_name(device),
                 error, known.path, launch.op,
             )  # fmt: skip
-        known.add(
-            op=launch.op, backend=by, dtype=dtype_name(dtype), launch=launch.name, variant=variant,
-            error=error,
-        )  # fmt: skip
+        known.add(**line, error=error)
         if error is not None:
             self.failed()
+        for kernel in compiled if error is None else ():
+            known.add(**line | {"variant": kernel}, error=None)
         if lost is not None:
             raise BackendError(
                 f"{launch.op}: the check of {by} made the GPU unusable for this process ({lost}); "

@@ -79,7 +79,8 @@ def _empty(o: Operand, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     regular = o.dense or o.dtype != "storage" or x.stride(-1) != 1 or 0 in x.stride()
     for i in sorted(range(x.dim()), key=lambda i: -i if regular else x.stride(i)):
         # Slots lie closer together than in x where they have fewer tokens.
-        distance = -(-extent // 64) * 64 if fewer else max(x.stride(i), extent)
+        closer = -(-extent // 64) * 64 + x.stride(i) % 64
+        distance = closer if fewer else max(x.stride(i), extent)
         strides[i] = extent if regular else distance
         extent += (shape[i] - 1) * strides[i]
         fewer = fewer or shape[i] != x.shape[i]
@@ -108,7 +109,8 @@ def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) ->
     def value(o: Operand, x: Tensor) -> Tensor:
         if o.dtype == "int32":
             end = o.name[-1]
-            return _offsets(sizes["T" if end == "q" else "Q"], sentences, longest[end], x.device)
+            ends = _offsets(sizes["T" if end == "q" else "Q"], sentences, longest[end], x.device)
+            return _empty(o, x, ends.shape).copy_(ends)
         if o.name == "seed":
             return x
         shape = o.shape(sizes, _choice(o, x))
@@ -117,7 +119,7 @@ def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) ->
             made = torch.randint(most, shape, generator=generator, device=x.device)
             if "ignore_index" in given:
                 made[1::5] = given["ignore_index"]
-            return made
+            return _empty(o, x, shape).copy_(made)
         made = _empty(o, x, shape)
         if o.writes and o.name not in READ_TOO:
             return made.fill_(7)

@@ -2,7 +2,8 @@
 
 The key names everything that a result depends on: deepfast, the sources of the kernels, the
 compiled library, torch, Triton, the GPU and its driver. A file has one JSON object on each line.
-Processes only append lines, so several of them can write at the same time without a lock.
+Processes only append lines, so several of them can write at the same time without a lock. A line
+says that a check has begun before it runs: a kernel whose check ends or hangs its process is wrong.
 """
 
 import contextlib
@@ -12,8 +13,11 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
+import platform
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +28,7 @@ from deepfast import library
 from deepfast.files import cache_folder
 from deepfast.version import __version__
 
-FORMAT = "3"
+FORMAT = "4"
 """Increase it if the fields of a line change or the checks get stricter; old files are then
 ignored."""
 
@@ -85,6 +89,20 @@ def make_key(device: torch.device) -> dict[str, str]:
     }
 
 
+def _start(pid: int) -> str | None:
+    """When a process of this machine started, which tells it from a later one of its number."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def _may_run(machine: str, pid: int, start: str | None, since: float) -> bool:
+    """Whether the process of a check may still run. On another machine it has an hour."""
+    if machine != platform.node():
+        return time.time() - since < 3600
+    return _start(pid) == start
+
+
 @functools.cache
 def tell_once(text: str) -> None:
     log.warning("%s", text)
@@ -102,13 +120,21 @@ class Store:
     """The variants that were right at their first use: the launch, and what chooses a variant."""
     full: dict[Kernels, str] = field(default_factory=dict)
     """The date of the last full selfcheck."""
+    begun: set[tuple[Kernels, tuple, tuple]] = field(default_factory=set)
+    """The kernels, variant and process of each check that has not ended."""
 
     def take(self, line: dict) -> None:
         """Adds what a line of the file says. A later line replaces an earlier one."""
-        kernels, error = (line["op"], line["backend"], line["dtype"]), line["error"]
+        kernels = line["op"], line["backend"], line["dtype"]
+        if "process" in line:
+            check = kernels, (line["launch"], *line["variant"]), tuple(line["process"])
+            (self.begun.discard if line["ended"] else self.begun.add)(check)
+            return
+        error = line["error"]
         if "launch" not in line:
             self.full[kernels] = line["date"]
             self.wrong.pop(kernels, None)
+            self.begun = {check for check in self.begun if check[0] != kernels}
         if error is not None:
             self.wrong[kernels] = error
         elif "launch" in line:
@@ -130,6 +156,30 @@ class Store:
                 f"deepfast: {self.path} cannot be written ({error.strerror}): check results "
                 "are lost when this process ends; set DEEPFAST_CACHE to another folder"
             )
+
+    @contextlib.contextmanager
+    def check(self, **line: object) -> Iterator[None]:
+        """Keeps that a check of this line's variant has begun, and that it has ended."""
+        line["process"] = platform.node(), os.getpid(), _start(os.getpid()), time.time()
+        self.add(**line, ended=False)
+        try:
+            yield
+        finally:
+            self.add(**line, ended=True)
+
+    def blame_unfinished(self) -> None:
+        """Makes kernels wrong whose check ended its process, or hung until somebody ended it."""
+        for kernels, (launch, *variant), process in self.begun:
+            right = (launch, *variant) in self.right.get(kernels, ())
+            if right or kernels in self.wrong or _may_run(*process):
+                continue
+            op, by, dtype = kernels
+            error = (
+                f"{launch} {tuple(variant)}: its check of {time.ctime(process[-1])} did not end (a "
+                f"crash or a hang); `deepfast selfcheck --op {op} --again` tries anew"
+            )
+            log.warning("deepfast: %s by %s in %s is not used: %s", op, by, dtype, error)
+            self.add(op=op, backend=by, dtype=dtype, launch=launch, variant=variant, error=error)
 
     def lines(self) -> Iterator[str]:
         """A line of text for the kernels of each op, backend and dtype."""
@@ -163,6 +213,7 @@ def load(key: dict[str, str]) -> Store:
                 found.take(line)
         except (ValueError, TypeError, KeyError, AttributeError):
             tell_once(f"deepfast: {found.path} has an invalid line, which is ignored: {text!r}")
+    found.blame_unfinished()
     return found
 
 

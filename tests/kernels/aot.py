@@ -62,10 +62,11 @@ memory. A kernel of several cases has its row at the first of them.
 
 class Keys:
     """`deepfast.kernels.launch` keeps compiled kernels by its own keys. Where Triton would compile
-    two kernels, these must differ."""
+    two kernels, these must differ; else they must not, because each costs a check."""
 
     def __init__(self):
         self.theirs: dict[tuple, set[str]] = {}
+        self.keys: dict[tuple, set] = {}
         variant, self.ours = Kernel.variant, None
 
         def remember(*given):
@@ -78,10 +79,13 @@ class Keys:
     def add(self, kernel, key) -> None:
         """Called where Triton would compile ``kernel``, with its own key."""
         self.theirs.setdefault((kernel.__name__, self.ours), set()).add(str(key))
+        self.keys.setdefault((kernel.__name__, str(key)), set()).add(self.ours)
 
     def faults(self) -> list[str]:
         return [f"{name} {ours}: {len(theirs)} kernels of Triton"
-                for (name, ours), theirs in self.theirs.items() if len(theirs) > 1]  # fmt: skip
+                for (name, ours), theirs in self.theirs.items() if len(theirs) > 1] + [
+            f"{name} {theirs}: {len(ours)} keys"
+            for (name, theirs), ours in self.keys.items() if len(ours) > 1]  # fmt: skip
 
 
 # ---- one case ----------------------------------------------------------------------------------

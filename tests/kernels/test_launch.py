@@ -5,6 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepfast import backend
+from deepfast.launches import LAUNCHES
+from deepfast.selfcheck import first_use
+
 launch = pytest.importorskip("deepfast.kernels.launch")
 triton = pytest.importorskip("triton")
 
@@ -28,14 +32,15 @@ class Compiled(launch.CompiledKernel):
 class Compiler:
     """A kernel that is compiled at each call of Triton's way."""
 
-    arg_names = "p_x", "T", "s_x", "sources", "D"
+    __name__, arg_names = "kernel", ("p_x", "T", "s_x", "sources", "D")
 
     def __init__(self):
         names = enumerate(self.arg_names)
         self.params = [
-            SimpleNamespace(num=i, is_constexpr=name == "D", do_not_specialize=name == "T")
+            SimpleNamespace(num=i, is_constexpr=name == "D", do_not_specialize=name == "T",
+                            do_not_specialize_on_alignment=False)
             for i, name in names
-        ]
+        ]  # fmt: skip
         self.made: list[Compiled] = []
 
     def __getitem__(self, programs):
@@ -92,6 +97,86 @@ def test_an_integer_of_64_bits_goes_tritons_way(kernel, changed):
     for _ in range(2):
         run(kernel, **changed)
     assert [len(compiled.launched) for compiled in kernel.made] == [0, 0]
+
+
+# ---- the check before first use ------------------------------------------------------------------
+
+PLAIN, SHIFTED, APART = torch.randn(4, 16), torch.randn(65)[1:].view(4, 16), torch.randn(4, 24)
+
+
+@pytest.fixture
+def checked(kernel, monkeypatch, tmp_path):
+    """``checked(x, wrong=..., first=...)`` is a checked launch, which starts the kernel and then
+    computes what the reference does; ``checked.made`` counts its checks."""
+    monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path))
+    first_use.forget()
+    table, fault = LAUNCHES["layer_norm_forward"], first_use.fault
+    reference = backend._runs("layer_norm", "reference")[table.name]
+
+    def counted(*given):
+        run.made += 1
+        return fault(*given)
+
+    def run(x, wrong=lambda x: False, first=()):
+        def start(*operands):
+            a = table.record(*operands)
+            for other in first:
+                launch.call(other, (1,), PLAIN, 4, 16, (PLAIN,), 16)
+            launch.call(kernel, (1,), a.x, 4, a.x.stride(0), (PLAIN,), 16)
+            reference(*operands)
+            a.y.add_(wrong(a.x))
+
+        y = torch.empty(4, 16)
+        made = first_use.Checked(table, "triton", start, reference, lambda: None, launch.thread)
+        made(*table.record(
+            x=x, residual=None, weight=None, bias=None, eps=0.0, rms=True, dropout_p=0.0, seed=None,
+            sum=None, y=y, mean=None, rstd=torch.empty(4),
+        ))  # fmt: skip
+        return (y - x * x.square().mean(1, keepdim=True).rsqrt()).abs().max() < 1e-5
+
+    run.made = 0
+    monkeypatch.setattr(first_use, "fault", counted)
+    yield run
+    first_use.forget()
+
+
+def test_each_kernel_that_triton_compiles_is_checked(checked, kernel):
+    """For each alignment and for the distance of rows; in this process, and the next finds it."""
+    for x in (PLAIN, SHIFTED, APART[:, :16]) * 2:
+        assert checked(x)
+    assert checked.made == 3
+    assert launch.thread.ask is None
+    first_use.forget()
+    del kernel.deepfast
+    for x in (PLAIN, SHIFTED, APART[:, :16]):
+        assert checked(x)
+    assert checked.made == 3
+
+
+def test_a_kernel_that_a_request_compiled_is_checked_too(checked, kernel):
+    launch.call(kernel, (1,), SHIFTED, 4, 16, (PLAIN,), 16)
+    assert checked(PLAIN)
+    assert checked(SHIFTED)
+    assert checked.made == 2
+
+
+def shifted(x):
+    return x.data_ptr() % 16 > 0
+
+
+def test_the_reference_replaces_a_wrong_kernel(checked):
+    assert checked(PLAIN)
+    for _ in range(2):
+        assert checked(SHIFTED, wrong=shifted)
+    assert checked.made == 2
+
+
+def test_a_wrong_kernel_behind_another_one_is_an_error(checked):
+    """The other one may have added to an operand, so the reference cannot compute the call."""
+    first = [Compiler()]
+    assert checked(PLAIN, first=first)
+    with pytest.raises(backend.BackendError, match="layer_norm: kernel failed its check, or"):
+        checked(SHIFTED, wrong=shifted, first=first)
 
 
 def test_a_profiler_sees_each_launch(kernel, monkeypatch):

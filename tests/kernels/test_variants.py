@@ -16,6 +16,7 @@ def found(python):
 
 
 def test_no_kernel_depends_on_the_number_of_tokens(found):
+    """And the operands of a check have what Triton specialises on: alignments and strides."""
     more = {
         (case, kernel): counts
         for case, kernels in found["cases"].items()

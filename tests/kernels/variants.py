@@ -1,13 +1,14 @@
 """Counts the variants of each kernel that Triton would compile; it compiles none.
 
-Each case of `aot_cases.py` runs with several numbers of tokens. Then all boundaries of a block run
-over one set of buffers, whose parts begin at any address.
+Each case of `aot_cases.py` runs with several numbers of tokens, and with operands at odd addresses.
+Then all boundaries of a block run over one set of buffers, whose parts begin at any address.
 
     python tests/kernels/variants.py
 """
 
 import importlib
 import json
+import math
 
 import aot
 import aot_cases
@@ -57,6 +58,38 @@ def of_case(case) -> dict[str, list[int]]:
     return {name: [one[name], many[name]] for name in many}
 
 
+def odd(o, x):
+    """An operand like x that begins at another alignment, with rows another distance apart."""
+    if isinstance(x, list):
+        return [odd(o, y) for y in x] if o.dtype else x
+    if not isinstance(x, torch.Tensor) or x.dim() == 0:
+        return x
+    *more, width = x.shape
+    wide = (*more, width + 3 * (o.dtype == "storage" and not o.dense))
+    # Not a meta tensor, which has no address.
+    return torch.empty(1 + math.prod(wide), dtype=x.dtype)[1:].view(wide)[..., :width]
+
+
+def of_odd_operands(case) -> dict[str, list[int]]:
+    """The variants for such operands, and for them and those of their check."""
+
+    def run(checked):
+        def call(a):
+            launch = LAUNCHES[type(a).__name__]
+            given = tuple(odd(o, x) for o, x in zip(launch.operands, a, strict=True))
+            launcher(launch.record(*given))
+            if checked:
+                launcher(launch.record(*alike(launch, given, torch.Generator())))
+
+        case.call(call, **case.sizes)
+
+    aot_cases.T = 33
+    module = importlib.import_module(f"deepfast.kernels.{case.module}")
+    launcher = getattr(module, case.call.__name__)
+    one, both = variants(run, False), variants(run, True)
+    return {name: [one[name], both[name]] for name in both}
+
+
 T, D, ROWS, START, END = 33, 64, 24, 8, 16
 
 
@@ -101,6 +134,7 @@ def main() -> None:
     aot.use_target(90)
     JITFunction._do_compile = _record
     cases = {case.name: of_case(case) for case in aot_cases.CASES}
+    cases |= {f"{case.name}, odd operands": of_odd_operands(case) for case in aot_cases.CASES}
     found = {"cases": cases, "blocks": of_blocks(), "faults": KEYS.faults()}
     print(json.dumps(found))
 

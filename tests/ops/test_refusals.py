@@ -293,7 +293,9 @@ def test_sources_are_no_scalar(op):
         called(op, sources=torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("name", ["ignore_index", "chunk_size"])
-def test_whole_numbers_of_more_than_64_bits(name):
-    with pytest.raises(ValueError, match=f"{name} must fit into 64 bits, got 1000"):
-        called("linear_cross_entropy", **{name: 10**30})
+@pytest.mark.parametrize(("name", "value", "bits"), [
+    ("ignore_index", 2**31, 32), ("ignore_index", -(2**31) - 1, 32), ("chunk_size", 10**30, 64),
+])  # fmt: skip
+def test_whole_numbers_of_too_many_bits(name, value, bits):
+    with pytest.raises(ValueError, match=f"{name} must fit into {bits} bits, got {value}"):
+        called("linear_cross_entropy", **{name: value})

@@ -1,6 +1,8 @@
 """A kernel is checked once before its first use; a wrong one is replaced, and remembered."""
 
+import contextlib
 import json
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +18,7 @@ from deepfast.backend import BackendError
 from deepfast.cases.sentences import offsets
 from deepfast.cli import main
 from deepfast.launches import LAUNCHES
-from deepfast.selfcheck import first_use
+from deepfast.selfcheck import first_use, store
 from deepfast.selfcheck.operands import TOKENS, alike
 from tests.kernels.agreement import ABSENT, LOW, numbers
 from tests.kernels.test_attention import CASES, operands, with_results
@@ -64,7 +66,7 @@ def test_each_variant_is_checked_once(device, cache, caplog, no_process):
     (path,) = cache.glob("*.jsonl")
     key, *lines = map(json.loads, path.read_text().splitlines())
     assert set(key) == {"key"}
-    assert [(line["launch"], line["error"]) for line in lines] == [
+    assert [(line["launch"], line["error"]) for line in lines if "error" in line] == [
         (FORWARD, None), (BACKWARD, None)
     ] * 2  # fmt: skip
     assert not caplog.records
@@ -183,7 +185,8 @@ def test_a_check_without_memory_is_not_kept(device, broken, cache, caplog, monke
         patch.setattr(backend, "_runs", faults.broken(backend._runs, ("triton",), faults.memory))
         norm(), norm()
     assert caplog.text.count("cannot be checked without memory (OutOfMemoryError: Tried") == 1
-    assert FORWARD not in "".join(path.read_text() for path in cache.glob("*.jsonl"))
+    lines = next(cache.glob("*.jsonl")).read_text().splitlines()
+    assert not any(FORWARD in line and '"error"' in line for line in lines)
     backend.forget()
     assert norm() == "triton"
 
@@ -192,7 +195,7 @@ def test_a_reference_that_fails_blames_no_kernel(device, broken, cache):
     broken("reference", "raises")
     with pytest.raises(RuntimeError, match="broken on purpose"):
         norm()
-    assert not list(cache.glob("*.jsonl"))
+    assert '"error"' not in next(cache.glob("*.jsonl")).read_text()
 
 
 def test_a_lost_gpu_ends_the_call_and_is_remembered(device, broken, monkeypatch):
@@ -202,6 +205,37 @@ def test_a_lost_gpu_ends_the_call_and_is_remembered(device, broken, monkeypatch)
         norm()
     backend.forget()
     assert norm() == "cpu"
+
+
+KILLED = """
+import torch
+from deepfast import backend, ops
+from tests.selfcheck import faults
+backend.CHECKED["cpu"] = ("triton",)
+faults.install(("triton",), "killed")
+ops.layer_norm(torch.ones(4, 9), None, None)
+print(backend.explain("layer_norm", "cpu", torch.float32)["triton"])
+"""
+
+
+def test_a_check_that_ends_its_process_is_not_made_again(device, python):
+    assert python("-c", KILLED, check=False).returncode == -signal.SIGKILL
+    assert f"({FORWARD} (9, " in python("-c", KILLED).stdout
+    assert norm() == "cpu"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_check_that_is_interrupted_is_made_again(device, monkeypatch, raised):
+    def interrupt(*_):
+        raise raised
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(first_use, "fault", interrupt)
+        norm()
+    backend.forget()
+    # Not even where the process has ended since then.
+    monkeypatch.setattr(store, "_start", lambda _: None)
+    assert norm() == "triton"
 
 
 # ---- what surrounds the call ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,40 @@ for i in range(300):
     kernels = {"op": "layer_norm", "backend": "triton", "dtype": "float32"}
     found.add(**kernels, launch="a", variant=[i], error=None)
 """
+
+
+CHECK = """
+import sys
+from tests.selfcheck.test_store import FIRST, store, CPU
+with store.load(store.make_key(CPU) | {"library": "none"}).check(**FIRST):
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_check_that_runs_is_not_one_that_did_not_end(key, caplog):
+    """Ranks check the same variant at the same time, in processes of one machine or of several."""
+    key |= {"library": "none"}
+    root = str(Path(__file__).parents[2])
+    run = [sys.executable, "-c", CHECK]
+    with subprocess.Popen(run, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"begun\n"
+        assert store.load(key).wrong == {}
+        rank.kill()
+    for _ in range(2):
+        (said,) = store.load(key).wrong.values()
+        assert said.startswith("layer_norm_forward (8, True, None): its check of ")
+        assert "did not end" in said
+        assert "`deepfast selfcheck --op layer_norm --again` tries anew" in said
+    (record,) = caplog.records
+    assert said in record.getMessage()
+    store.load(key).add(**LINE, error=None, date="2030-01-01")
+    assert store.load(key).wrong == {}
+    # Of a process of another machine only the time is known.
+    for wrong, hours in ((0, 0.1), (1, 2)):
+        process = ["another machine", 1, None, time.time() - hours * 3600]
+        store.load(key).add(**FIRST, process=process, ended=False)
+        assert len(store.load(key).wrong) == wrong
 
 
 def test_lines_of_several_processes_do_not_mix(caplog):
