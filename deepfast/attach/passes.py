@@ -299,7 +299,7 @@ class Pass:
         """Pushes state k and returns row k."""
         # With its index, because a loop may checkpoint what it calls.
         kind = common.autocast_device(y.device)
-        if not torch.is_autocast_enabled(kind):
+        if not torch.is_autocast_enabled(kind) or self.connection.state_dtype is None:
             x = self.connection(y, self.history, index=k)
         else:
             # The states keep the dtype that the layers pass on.

@@ -166,6 +166,21 @@ def test_autocast(name, recompute, same_blocks):
     assert_equal(step(made(name, recompute)), step(made(name, "none")))
 
 
+@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize("kind", ["dlcl", "attnres"])
+def test_states_in_the_dtype_of_autocast(meter, kind, recompute, same_blocks):
+    """On request, at half the bytes of the states."""
+    left, grads, x = {}, {}, X.repeat(64, 1, 1)
+    for dtype, policy in ((torch.float32, recompute), (None, recompute), (None, "none")):
+        model = connected_loop(connection=kind, recompute=policy, state_dtype=dtype)
+        with meter() as kept, torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        assert out.dtype == (dtype or torch.bfloat16)
+        left[dtype, policy], grads[dtype, policy] = kept.left, gradients(model, out)
+    assert left[torch.float32, recompute] - left[None, recompute] >= 2 * 5 * x.numel()
+    assert_equal(grads[None, recompute], grads[None, "none"])
+
+
 def frozen(*names):
     """A step in which these parts do not learn."""
 
