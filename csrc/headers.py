@@ -59,12 +59,13 @@ def field(o) -> tuple[str, str]:
         return "Weights", f"in.weights(I, {{{first}}}, {more[0].rpartition(', ')[2]})"
     if o.dtype in ("int32", "int64"):
         return f"const {o.dtype}_t*", f"in.{o.dtype}(I, {{{first}}})"
-    if o.dtype == "compute" or o.dense:
-        return "void*", f"in.{'dense' if o.dense else 'compute'}(I, {{{first}}})"
+    if o.dense:
+        return "void*", f"in.{'dense' if o.dtype == 'storage' else 'compute'}(I, {{{first}}})"
+    sums = ", true" * (o.dtype == "compute")
     if len(o.shapes[0]) == 2:
-        return "Matrix", f"in.matrix(I, {first})"
+        return "Matrix", f"in.matrix(I, {first}{sums})"
     if o.shapes[0][0] in "SB":
-        return "Slots", f"in.slots(I, {first.partition(', ')[2]})"
+        return "Slots", f"in.slots(I, {first.partition(', ')[2]}{sums})"
     return "Heads", f"in.heads(I, {first})"
 
 

@@ -13,8 +13,9 @@ have the operands' names.
 In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
 shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, with
 contiguous channels; ``dense`` is the same of a contiguous tensor. ``compute`` is float32, or
-float64 where storage is float64, and contiguous. Words are separated by bars. ``< states, R`` says
-that an index is smaller than the number of slots of the operand ``states`` and than R. Shapes:
+float64 where storage is float64, and contiguous; ``sums`` is the same where only the channels are
+contiguous. Words are separated by bars. ``< states, R`` says that an index is smaller than the
+number of slots of the operand ``states`` and than R. Shapes:
 
     T  tokens           D  channels        R  rows of the depth weights, L + 1
     S  slots            B  rows, or sources, of one far pass
@@ -42,7 +43,7 @@ class Operand:
     shapes: tuple[tuple[str, ...], ...] = ()
     """The shapes that a tensor may have, as products and sums of the sizes."""
     dense: bool = False
-    """Whether a tensor of storage must be contiguous; else only its last dimension must."""
+    """Whether a tensor must be contiguous; else only its last dimension must."""
     below: tuple[str, ...] = ()
     """Of an int, or of those in a list: it is smaller than these sizes, or than the number of slots
     of these operands."""
@@ -71,9 +72,10 @@ def _operand(line: str) -> Operand:
     dtype, choices = rest
     entries = (shape.strip()[1:-1].split(",") for shape in choices.split(" or "))
     shapes = tuple(tuple(e.strip() for e in shape if e.strip()) for shape in entries)
-    dense = dtype == "dense"
+    dense = dtype not in ("storage", "sums")
+    dtype = {"dense": "storage", "sums": "compute"}.get(dtype, dtype)
     kind, writes = kind.replace("!", ""), "!" in kind
-    return Operand(name, kind, writes, "storage" if dense else dtype, shapes, dense)
+    return Operand(name, kind, writes, dtype, shapes, dense)
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ boundary: boundary_forward
     norm_source      bool
     source_eps       float
     source_rms       bool
-    partial          Tensor?   storage  (T, D)
+    partial          Tensor?   sums     (T, D)
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
     out_eps          float
@@ -252,7 +254,7 @@ boundary: boundary_backward
     norm_bias         Tensor?   compute  (R, D)
     norm_source       bool
     source_rms        bool
-    partial           Tensor?   storage  (T, D)
+    partial           Tensor?   sums     (T, D)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)
     out_rms           bool
@@ -267,7 +269,7 @@ boundary: boundary_backward
     grad_slot         int  < grads
     pull_rows         int[]  < R
     pull_slots        int[]  < grads
-    pulled            Tensor?   storage  (T, D)
+    pulled            Tensor?   sums     (T, D)
     dbranch           Tensor?!  storage  (T, D)
     dresidual         Tensor?!  storage  (T, D)
     dweight           Tensor?!  compute  (R, R) or (R, R, D)
@@ -283,7 +285,7 @@ boundary: mix_rows
     rows         int[]  < R
     norm_weight  Tensor?  compute  (R, D)
     norm_bias    Tensor?  compute  (R, D)
-    out          Tensor!  storage  (B, T, D)
+    out          Tensor!  sums     (B, T, D)
     out_rows     int[]  < out
     accumulate   bool
 
@@ -296,7 +298,7 @@ boundary: pull_rows
     weight       Tensor    compute  (R, R) or (R, R, D)
     norm_weight  Tensor?   compute  (R, D)
     norm_bias    Tensor?   compute  (R, D)
-    out          Tensor!   storage  (B, T, D)
+    out          Tensor!   sums     (B, T, D)
     out_rows     int[]  < out
     accumulate   bool
     dweight      Tensor?!  compute  (R, R) or (R, R, D)
@@ -313,7 +315,7 @@ attention_boundary: attention_boundary_forward
     bias             Tensor?   compute  (R, R)
     kind             str  softmax|relu
     eps              float
-    partial          Tensor?   storage  (T, D)
+    partial          Tensor?   sums     (T, D)
     partial_stats    Tensor?   compute  (2, T)
     out_norm_weight  Tensor?   compute  (D)
     out_norm_bias    Tensor?   compute  (D)
@@ -333,7 +335,7 @@ attention_boundary: attention_boundary_backward
     query             Tensor    compute  (R, D)
     bias              Tensor?   compute  (R, R)
     kind              str  softmax|relu
-    partial           Tensor?   storage  (T, D)
+    partial           Tensor?   sums     (T, D)
     partial_stats     Tensor?   compute  (2, T)
     out_norm_weight   Tensor?   compute  (D)
     out_norm_bias     Tensor?   compute  (D)
@@ -350,7 +352,7 @@ attention_boundary: attention_boundary_backward
     grad_slot         int  < grads
     pull_rows         int[]  < R
     pull_slots        int[]  < grads
-    pulled            Tensor?   storage  (T, D)
+    pulled            Tensor?   sums     (T, D)
     dbranch           Tensor?!  storage  (T, D)
     dresidual         Tensor?!  storage  (T, D)
     dquery            Tensor?!  compute  (R, D)
@@ -366,7 +368,7 @@ attention_boundary: attend_rows
     kind         str  softmax|relu
     source_rstd  Tensor    compute  (R, T)
     rows         int[]  < R
-    out          Tensor!   storage  (B, T, D)
+    out          Tensor!   sums     (B, T, D)
     out_stats    Tensor?!  compute  (B, 2, T)
     out_rows     int[]  < out
     accumulate   bool
@@ -382,7 +384,7 @@ attention_boundary: attend_pull
     kind         str  softmax|relu
     source_rstd  Tensor    compute  (R, T)
     stats        Tensor?   compute  (R, 3, T)
-    out          Tensor!   storage  (B, T, D)
+    out          Tensor!   sums     (B, T, D)
     out_rows     int[]  < out
     accumulate   bool
     dquery       Tensor?!  compute  (R, D)

@@ -14,7 +14,7 @@ from tests.kernels.agreement import numbers
 def test_shapes_are_read():
     operand = next(o for o in LAUNCHES["boundary_backward"].operands if o.name == "dweight")
     shapes = ("R", "R"), ("R", "R", "D")
-    assert operand == Operand("dweight", "Tensor?", True, "compute", shapes)
+    assert operand == Operand("dweight", "Tensor?", True, "compute", shapes, dense=True)
     by_name = {o.name: o for o in LAUNCHES["attention_forward"].operands}
     assert by_name["cu_seqlens_q"].shape({"N": 3}) == (4,)
     assert by_name["seed"].shape({}) == ()

@@ -37,7 +37,7 @@ class Stack:
         self.block = default_block(self.rows, bench.device)
         like = torch.empty(T, D, dtype=BF16, device=bench.device)
         self.states = empty_slots(self.rows + 1, like).normal_()
-        self.out = empty_slots(self.block, like)
+        self.out = empty_slots(self.block, like, torch.float32)
         starts = range(0, self.rows, self.block)
         self.blocks = [(start, min(start + self.block, self.rows)) for start in starts]
         """(first row, end) of every block."""
@@ -70,7 +70,8 @@ class Stack:
         pull also reads the block's own states."""
         count = 0
         for call in calls:
-            count += len(call["sources"]) + len(call["out_rows"])
+            # Sums have 4 bytes, states and gradients 2.
+            count += len(call["sources"]) + 2 * len(call["out_rows"])
             count += len(call["rows"]) if "grads" in call else 0
         return count * self.T * self.D * 2
 

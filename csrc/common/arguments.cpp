@@ -115,9 +115,10 @@ struct Arguments::Values {
                    t.is_contiguous() ? "" : ", not contiguous");
     __builtin_unreachable();
   }
-  void check_rows(int i, const Tensor& t, Shape shape) const {
-    if (!is_here(t) || !has_shape(t, shape) || t.scalar_type() != storage || !has_channels(t))
-      refuse(i, t, shape, storage, "channels contiguous");
+  void check_rows(int i, const Tensor& t, Shape shape, bool sums = false) const {
+    const ScalarType type = sums ? compute() : storage;
+    if (!is_here(t) || !has_shape(t, shape) || t.scalar_type() != type || !has_channels(t))
+      refuse(i, t, shape, type, "channels contiguous");
   }
   void* contiguous(int i, ScalarType type, Shape shape) const {
     const Tensor* t = tensor(i);
@@ -195,17 +196,17 @@ int64_t Arguments::size(std::initializer_list<SizeAt> places) const {
   DEEPFAST_CHECK(false, signature.name, ": expected ", names, ", got neither");
 }
 
-Matrix Arguments::matrix(int i, int64_t rows, int64_t columns) const {
+Matrix Arguments::matrix(int i, int64_t rows, int64_t columns, bool sums) const {
   const Tensor* t = values_->tensor(i);
   if (t == nullptr) return {};
-  values_->check_rows(i, *t, {rows, columns});
+  values_->check_rows(i, *t, {rows, columns}, sums);
   return {data_of(*t), t->stride(0)};
 }
 
-Slots Arguments::slots(int i, int64_t tokens, int64_t dim) const {
+Slots Arguments::slots(int i, int64_t tokens, int64_t dim, bool sums) const {
   const Tensor& t = *values_->tensor(i);
   const int64_t count = t.dim() == 3 ? t.size(0) : 0;
-  values_->check_rows(i, t, {count, tokens, dim});
+  values_->check_rows(i, t, {count, tokens, dim}, sums);
   return {data_of(t), count, t.stride(0), t.stride(1), static_cast<int64_t>(t.element_size())};
 }
 

@@ -47,8 +47,9 @@ class Arguments {
   Storage storage(int i) const;
   // In the first operand of `places` that is given.
   int64_t size(std::initializer_list<SizeAt> places) const;
-  Matrix matrix(int i, int64_t rows, int64_t columns) const;
-  Slots slots(int i, int64_t tokens, int64_t dim) const;
+  // Of the storage type; `sums` are of the compute type.
+  Matrix matrix(int i, int64_t rows, int64_t columns, bool sums = false) const;
+  Slots slots(int i, int64_t tokens, int64_t dim, bool sums = false) const;
   Heads heads(int i, int64_t tokens, int64_t heads, int64_t dim) const;
   Matrices matrices(int i, int64_t rows, int64_t columns) const;
   // Contiguous tensors of the compute type and of the storage type.

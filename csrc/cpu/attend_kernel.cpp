@@ -19,7 +19,7 @@ void attend_all(const AttendRows& op, int64_t begin, int64_t end) {
     rows.weigh(t, n, op.accumulate, stats, stats);
     for (int64_t i = 0; i < n; ++i) {
       const auto out = [&](int64_t r, int64_t d) {
-        return row_of<T>(op.out, op.out_rows[r], t + i) + d;
+        return row_of<compute_t<T>>(op.out, op.out_rows[r], t + i) + d;
       };
       rows.mix(
           t, i, op.accumulate,
@@ -43,7 +43,7 @@ void pull_all(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
     pull.weigh(t, n, v.get());
     for (int64_t i = 0; i < n; ++i) {
       const auto out = [&](int64_t j, int64_t d) {
-        return row_of<T>(op.out, op.out_rows[j], t + i) + d;
+        return row_of<compute_t<T>>(op.out, op.out_rows[j], t + i) + d;
       };
       pull.add(
           t, i, v + i * sources,

@@ -23,7 +23,7 @@ class NearRow {
         [&](int64_t) { return at<A>(op_.stats, op_.k * 3 * op_.T); });
   }
   DEEPFAST_INLINE void mix(int64_t t, int64_t i, A* x) {
-    const T* partial = joins_ ? row_of<T>(op_.partial, t + i) : nullptr;
+    const A* partial = joins_ ? row_of<A>(op_.partial, t + i) : nullptr;
     row_.mix(
         t, i, joins_,
         [&](auto lanes, int64_t, int64_t d) {

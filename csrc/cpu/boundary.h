@@ -105,7 +105,7 @@ DEEPFAST_INLINE void store_push_gradient(const Launch& op, int64_t t, compute_t<
 template <class T, class Launch>
 DEEPFAST_INLINE void load_pulled(const Launch& op, int64_t t, compute_t<T>* u) {
   if (op.pulled.data != nullptr)
-    load_row_ahead(row_of<T>(op.pulled, t), u, op.D, op.pulled.row_stride);
+    load_row_ahead(row_of<compute_t<T>>(op.pulled, t), u, op.D, op.pulled.row_stride);
   else
     memset(u, 0, op.D * sizeof(compute_t<T>));
 }

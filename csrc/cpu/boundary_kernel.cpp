@@ -41,7 +41,7 @@ DEEPFAST_INLINE void mix_near_registers(const Launch& op, const Source<T>* sourc
   vec_t<A, N> sum[V];
   for (int v = 0; v < V; ++v)
     sum[v] = op.partial.data != nullptr
-                 ? load_ahead(lanes, row_of<T>(op.partial, t) + d + v * N, op.partial.row_stride)
+                 ? load_ahead(lanes, row_of<A>(op.partial, t) + d + v * N, op.partial.row_stride)
                  : vec_t<A, N>{};
   for (int64_t i = 0; i < op.near.count; ++i) {
     const State<T>& state = sources[i].state;

@@ -66,15 +66,13 @@ class SumWeights {
 };
 
 // The results of a launch, which stay in registers while a piece of them is summed.
-template <class T>
+template <class A>
 class Results {
-  using A = compute_t<T>;
-
  public:
   template <class Launch>
   explicit Results(const Launch& op)
       : accumulate_(op.accumulate), stride_(op.out.row_stride), rows_(op.out_rows.count) {
-    for (int64_t i = 0; i < op.out_rows.count; ++i) rows_[i] = row_of<T>(op.out, op.out_rows[i], 0);
+    for (int64_t i = 0; i < op.out_rows.count; ++i) rows_[i] = row_of<A>(op.out, op.out_rows[i], 0);
   }
   // What is there already, or 0.
   template <int V, int J, int N>
@@ -95,7 +93,7 @@ class Results {
  private:
   bool accumulate_;
   int64_t stride_;
-  Scratch<T*> rows_;
+  Scratch<A*> rows_;
 };
 
 template <class T, bool PerChannel>
@@ -108,7 +106,7 @@ void mix_all(const MixRows& op, int64_t begin, int64_t end) {
   });
   const Scratch<State<T>> states(sources);
   for (int64_t k = 0; k < sources; ++k) states[k] = state_of<T>(op, op.sources[k]);
-  const Results<T> out(op);
+  const Results<A> out(op);
   for_pieces<kMixed, A>(begin, end, op.D, results,
                         [&](auto tokens, int64_t t, auto lanes, int64_t d, auto rows, int64_t r) {
                           constexpr int V = tokens.n, J = rows.n;
@@ -142,7 +140,7 @@ void pull_all(const PullRows& op, int64_t begin, int64_t end, int64_t chunk) {
   });
   const Scratch<State<T>> states(sources);
   for (int64_t k = 0; k < sources; ++k) states[k] = state_of<T>(op, op.sources[k]);
-  const Results<T> out(op);
+  const Results<A> out(op);
   const Scratch<const T*> grads(rows);
   for (int64_t l = 0; l < rows; ++l) grads[l] = row_of<T>(op.grads, op.grad_slots[l], 0);
   // (rows, sources): sums over tokens, and for one weight over channels, for each lane or channel.

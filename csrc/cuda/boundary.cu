@@ -22,7 +22,8 @@ namespace {
 template <class T>
 struct Forward {
   Mix<T> mix;  // parameters: out_norm_weight, out_norm_bias
-  const T *branch, *residual, *partial;
+  const T *branch, *residual;
+  const float* partial;
   T *state, *x, *out;
   float *source_rstd, *out_mean, *out_rstd;  // no mean with rms
   int64_t branch_stride, residual_stride, partial_stride, x_stride, out_stride;
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
   RowsApart row_sum(mix.lanes, shared);
   typename Kernel::Rows rows(shared + kRowSumBytes, shared + Kernel::kRows, at, op.tokens);
   add_near(mix, rows);
-  rows.add(op.partial, op.partial_stride);
+  rows.add_sums(op.partial, op.partial_stride);
   const bool reads_slot = op.branch == nullptr && mix.reads_own;
   rows.add(reads_slot ? op.state : op.branch, reads_slot ? mix.row_stride : op.branch_stride);
   if (op.branch != nullptr) rows.add(op.residual, op.residual_stride);
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
     const bool exists = t < op.tokens;
     float x[kChunks][kChunk];
     mix_near(mix, table, at, rows, x);
-    if (op.partial != nullptr) add_row(x, rows.take());
+    if (op.partial != nullptr) rows.take_sums(x);
     RowChunks<T, kChunks> own;
     if (op.branch != nullptr || mix.reads_own) own = rows.take();
     if (op.branch != nullptr) {
@@ -111,9 +112,9 @@ void boundary_forward(const BoundaryForward& a, const Tensor& like) {
   DEEPFAST_CHECK(
       a.out.data == nullptr || (a.out_rms == (a.out_mean == nullptr) && a.out_rstd != nullptr),
       "boundary: expected out_rstd, and out_mean or out_rms, beside out");
-  const bool aligned =
-      given.aligned &&
-      Alignment(a.storage, a.D).rows({a.branch, a.residual, a.partial, a.x, a.out});
+  const bool aligned = given.aligned &&
+                       Alignment(a.storage, a.D).rows({a.branch, a.residual, a.x, a.out}) &&
+                       Alignment(Storage::f32, a.D).rows({a.partial});
   const Device device(like);
   const auto bytes = [&](auto type, auto fast, auto chunks, int threads) {
     return ForwardKernel<decltype(type), fast, chunks>::bytes(given, threads);

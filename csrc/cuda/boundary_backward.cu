@@ -100,13 +100,13 @@ DEEPFAST_DEVICE void add_operands(const Backward<T>& op, Rows& rows) {
   rows.add(mix.states + mix.k * mix.slot_stride, mix.row_stride);
   if (op.dout != nullptr) {
     add_near(mix, rows);
-    rows.add(op.partial, op.partial_stride);
+    rows.add_sums(op.partial, op.partial_stride);
     rows.add(op.dout, op.dout_stride);
   }
   rows.add(op.dx, op.dx_stride);
   for (int i = op.pulls_own; i < op.pulls; ++i)
     rows.add(op.grads + op.slots[i] * op.grads_stride, op.grad_stride);
-  rows.add(op.pulled, op.pulled_stride);
+  rows.add_sums(op.pulled, op.pulled_stride);
 }
 
 template <class T, bool kFast, int kChunks>
@@ -137,7 +137,7 @@ DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast,
   const Mix<T>& mix = op.mix;
   float n[kChunks][kChunk];
   mix_near(mix, in.table, at, rows, n);
-  if (op.partial != nullptr) add_row(n, rows.take());
+  if (op.partial != nullptr) rows.take_sums(n);
   if (mix.reads_own) add_state<kFast>(mix, in.table, at, kOwn, mix.k, own, n);
   // Behind the end of a row dout is 0.
   DEEPFAST_EACH(c, i) n[c][i] = (n[c][i] - moments.mean) * moments.rstd;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(BackwardKernel<T, kFast, kChunks>::kThreads, 1
     // In place this is the slot of a later, dead state; the pushed state has been read above.
     store_row(op.grad + t * op.grad_stride, at, exists, g);
     pull_all(op, in, at, rows, exists, own, g, u);
-    if (op.pulled != nullptr) add_row(u, rows.take());
+    if (op.pulled != nullptr) rows.take_sums(u);
     float n[kChunks][kChunk];
     widen(own, n);
     if (op.state_sums && exists) sums.add(0, u, n);
@@ -297,9 +297,9 @@ void boundary_backward(const BoundaryBackward& a, const Tensor& like) {
   const int64_t groups = (totals.pulls + kPulls - 1) / kPulls;
   totals.width = totals.channel_sums * dim + (per_channel ? groups * kPulls * dim : totals.pulls);
   const bool aligned =
-      given.aligned && Alignment(a.storage, dim)
-                           .slots(a.grads)
-                           .rows({a.partial, a.dx, a.dout, a.pulled, a.dbranch, a.dresidual});
+      given.aligned &&
+      Alignment(a.storage, dim).slots(a.grads).rows({a.dx, a.dout, a.dbranch, a.dresidual}) &&
+      Alignment(Storage::f32, dim).rows({a.partial, a.pulled});
   const Device device(like);
   const auto bytes = [&](auto type, auto fast, auto chunks, int threads) {
     return BackwardKernel<decltype(type), fast, chunks>::bytes(given, pulls, dots && !per_channel,

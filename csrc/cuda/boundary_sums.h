@@ -14,7 +14,8 @@ constexpr int kSums = 4;
 template <class T>
 struct Backward {
   Mix<T> mix;  // parameters: out_norm_weight, the state's norm_weight, its norm_bias
-  const T *partial, *dx, *dout, *pulled, *grads;
+  const T *dx, *dout, *grads;
+  const float *partial, *pulled;
   T *grad, *dbranch, *dresidual;
   const float *source_rstd, *out_mean, *out_rstd;  // no mean with rms
   const float* weight;                             // all of W

@@ -8,7 +8,7 @@
 // A product takes 16-bit numbers, so W and norm_weight are each a sum of two, and so is z = n *
 // norm_weight: its first part is n times norm_weight's first, rounded; what that rounding lost has
 // at most the bits of one more number. Of the four products of parts the smallest is left out.
-// W z then has 16 bits of bf16 and 22 of fp16: more than a result keeps. fp16 numbers are scaled by
+// W z then has 16 bits of bf16 and 22 of fp16: more than a row keeps. fp16 numbers are scaled by
 // powers of two, so that no product of parts overflows. The norm biases add the same to all tokens:
 // sum_k W[b, k] norm_bias_k, in fp32, once for a block.
 #pragma once
@@ -227,7 +227,8 @@ DEEPFAST_DEVICE void store_tile(const Op& op, int64_t token, int channel, float 
     __syncwarp();
     const int b = lane / 2, e = lane % 2 * kChunk;
     if (b >= op.rows || token + v >= op.from.tokens) continue;
-    T* out = op.out + op.out_row[b] * op.out_stride + (token + v) * op.out_row_stride + channel + e;
+    float* out =
+        op.out + op.out_row[b] * op.out_stride + (token + v) * op.out_row_stride + channel + e;
     const int count = op.from.dim - channel - e;
     float x[kChunk], before[kChunk] = {};
     widen(*reinterpret_cast<const Chunk<float>*>(turn + b * kPitch + e), x);

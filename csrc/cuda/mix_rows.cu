@@ -17,9 +17,8 @@
 //         3        channels 128 - 255        1, 3, 5, ...
 //
 // (K + B) T D values of memory for each sixteen rows; for each eight in fp32, and for each four where
-// rows are not aligned or have a weight per channel. More than 128 states take several launches,
-// with rounding in between; fewer do where a block has less shared memory (94 fp32 states on sm_80
-// with a norm).
+// rows are not aligned or have a weight per channel. More than 128 states take several launches;
+// fewer do where a block has less shared memory (94 fp32 states on sm_80 with a norm).
 #include "mix_dot.h"
 #include "stream.h"
 
@@ -35,7 +34,7 @@ struct Mix {
   Stream<T> from;
   const float *norm_weight, *norm_bias;  // (columns, dim), or null
   const float* weight;                   // (., columns) or (., columns, dim)
-  T* out;
+  float* out;
   int64_t out_stride, out_row_stride;
   int columns, rows;
   bool affine, per_channel, out_aligned, channels_aligned, accumulate;
@@ -208,7 +207,7 @@ void mix_rows(const MixRows& a, const Tensor& like) {
   DEEPFAST_CHECK(a.T * a.D < int64_t{1} << 38,
                  "mix_rows: expected a slot of fewer than 2^38 elements, got ", a.T * a.D);
   const bool aligned = Alignment(a.storage, a.D).slots(a.states);
-  const bool out_aligned = Alignment(a.storage, a.D).slots(a.out);
+  const bool out_aligned = Alignment(Storage::f32, a.D).slots(a.out);
   const bool per_channel = a.weight.per_channel;
   const Device device(like);
   dispatch(a.storage, [&](auto type) {
@@ -227,7 +226,7 @@ void mix_rows(const MixRows& a, const Tensor& like) {
       op.columns = static_cast<int>(a.R);
       op.channels_aligned =
           Alignment(a.storage, a.D).values({a.weight.data, a.norm_weight, a.norm_bias});
-      op.out = static_cast<T*>(a.out.data);
+      op.out = floats(a.out.data);
       op.out_stride = a.out.slot_stride, op.out_row_stride = a.out.row_stride;
       op.out_aligned = out_aligned;
       for (int b = 0; b < op.rows; ++b) {

@@ -14,7 +14,7 @@ struct Pull {
   const T* states;
   const float *norm_weight, *norm_bias;  // (columns, dim), or null
   const float* weight;                   // (., columns) or (., columns, dim)
-  T* out;
+  float* out;
   float* partial;  // (blocks, L, J) or (blocks of a slice, L, J, dim), or null
   int64_t slot_stride, row_stride, out_stride, out_row_stride;
   int columns, sources;

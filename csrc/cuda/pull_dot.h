@@ -8,7 +8,7 @@
 //      u  (16 e, 8 j)  +=  g^T (16 e, 16 l)  W (16 l, 8 j)     until the tile ends, in registers
 //
 // A weight and z are each a sum of two 16-bit numbers: W g then has 16 bits of bf16 and 22 of fp16,
-// more than a result keeps. fp16 numbers are scaled by powers of two, W by one and each source of a
+// more than a gradient keeps. fp16 numbers are scaled by powers of two, W by one and each source of a
 // tile by its own, so no part of them overflows. Sixteen products and eight loads of tiles serve
 // 1024 values. Two blocks have 64 KB in flight.
 #pragma once
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kPullThreads, 2)
     for (int r = 0; r < 2; ++r) {
       const int j = r * 4 + lane / 8, e = lane % 8 * kChunk;
       if (j >= op.sources || e >= own) continue;
-      T* out = op.out + op.out_row[j] * op.out_stride + first + e;
+      float* out = op.out + op.out_row[j] * op.out_stride + first + e;
       float v[kChunk], before[kChunk] = {};
       widen(*reinterpret_cast<const Chunk<float>*>(turn + j * At::kPitch + e), v);
       if (op.accumulate) load_chunk(out, kChunk, true, before);

@@ -103,7 +103,8 @@ void pull_rows(const PullRows& a, const Tensor& like) {
   const int64_t dim = a.D;
   const auto is_aligned = [&](const Slots& x) { return bool(Alignment(a.storage, dim).slots(x)); };
   const bool aligned = is_aligned(a.grads), states_aligned = is_aligned(a.states);
-  const bool out_aligned = is_aligned(a.out), per_channel = a.weight.per_channel;
+  const bool out_aligned = Alignment(Storage::f32, dim).slots(a.out);
+  const bool per_channel = a.weight.per_channel;
   const bool channels_aligned =
       Alignment(a.storage, dim).values({a.weight.data, a.norm_weight, a.norm_bias});
   const bool general =
@@ -116,7 +117,7 @@ void pull_rows(const PullRows& a, const Tensor& like) {
     using T = decltype(type);
     const bool four = sizeof(T) == 2 ? !dot : general;
     const int64_t most_sources = four ? 4 : kMostSources;
-    // 96 rows need 93 KB of shared memory, 128 need 102. A longer list is rounded between launches.
+    // 96 rows need 93 KB of shared memory, 128 need 102. A longer list takes several launches.
     const int64_t most_rows = device.shared() < (104 << 10) ? 96 : Stream<T>::kMost;
     for (int64_t j = 0; j < a.sources.count; j += most_sources) {
       int64_t l = 0;
@@ -132,7 +133,7 @@ void pull_rows(const PullRows& a, const Tensor& like) {
         op.columns = static_cast<int>(a.R);
         op.states_aligned = states_aligned;
         op.channels_aligned = channels_aligned;
-        op.out = static_cast<T*>(a.out.data);
+        op.out = floats(a.out.data);
         op.out_stride = a.out.slot_stride, op.out_row_stride = a.out.row_stride;
         op.out_aligned = out_aligned;
         op.accumulate = a.accumulate || l > 0;

@@ -9,7 +9,8 @@ namespace {
 // The most states or rows in one list.
 constexpr int kMost = 64;
 
-// An operand whose rows are read: row t starts at first + t * stride.
+// An operand whose rows are read: row t starts at first + t * stride. A stride ~s stands for s and for
+// half of each chunk of fp32 sums: of every sixteen values of T the first eight.
 template <class T>
 struct alignas(16) Operand {
   const T* first;
@@ -17,7 +18,7 @@ struct alignas(16) Operand {
 };
 // The operands of a token, in the order in which its threads need them: the near states, the rows
 // that are pulled, and what else there is.
-constexpr int kMostOperands = 2 * kMost + 6;
+constexpr int kMostOperands = 2 * kMost + 8;
 template <class T>
 constexpr int kOperandBytes = kMostOperands * static_cast<int>(sizeof(Operand<T>));
 
@@ -43,6 +44,16 @@ class RowQueue {
     if (threadIdx.x == 0) operands_[count_] = {first, stride};
     ++count_;
   }
+  // The same of sums in fp32. With 16-bit values in flight they are two operands.
+  DEEPFAST_DEVICE void add_sums(const float* first, int64_t stride) {
+    if constexpr (sizeof(T) == 4) {
+      add(first, stride);
+    } else {
+      const T* low = reinterpret_cast<const T*>(first);
+      add(low, kFast ? ~(2 * stride) : 2 * stride);
+      if (kFast && first != nullptr) add(low + kChunk, ~(2 * stride));
+    }
+  }
   // Starts the first copies; includes a barrier of the block.
   DEEPFAST_DEVICE void start() {
     __syncthreads();
@@ -59,10 +70,22 @@ class RowQueue {
       ring_.taken();
       return row;
     }
-    const Operand<T> from = operands_[take_];
-    const auto row = load_row<kChunks>(from.first + taken_ * from.stride, at_, taken_ < tokens_);
-    if (++take_ == count_) take_ = 0, taken_ += step_;
-    return row;
+    return load<T>();
+  }
+  // Adds this thread's part of the next row, one of sums, to v.
+  DEEPFAST_DEVICE void take_sums(float (&v)[kChunks][kChunk]) {
+    if constexpr (sizeof(T) == 4) {
+      add_row(v, take());
+    } else if constexpr (!kFast) {
+      add_row(v, load<float>());
+    } else {
+      const auto low = take(), high = take();
+      RowChunks<float, kChunks> row;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+        row.chunk[c] = {{low.chunk[c].words[0], high.chunk[c].words[0]}};
+      add_row(v, row);
+    }
   }
   // Waits for copies that nobody takes.
   DEEPFAST_DEVICE void end() {
@@ -70,8 +93,19 @@ class RowQueue {
   }
 
  private:
+  // Reads the next row, of values V, where none is in flight.
+  template <class V>
+  DEEPFAST_DEVICE RowChunks<V, kChunks> load() {
+    const Operand<T> from = operands_[take_];
+    const auto* row = reinterpret_cast<const V*>(from.first + taken_ * from.stride);
+    const bool exists = taken_ < tokens_;
+    if (++take_ == count_) take_ = 0, taken_ += step_;
+    return load_row<kChunks>(row, at_, exists);
+  }
   DEEPFAST_DEVICE void ask() {
-    ring_.ask(0, next_.first + asked_ * next_.stride, asked_ < tokens_);
+    const bool half = sizeof(T) == 2 && next_.stride < 0;
+    const int64_t stride = half ? ~next_.stride : next_.stride;
+    ring_.ask(0, next_.first + asked_ * stride, asked_ < tokens_, half);
     ring_.asked();
     if (++ask_ == count_) ask_ = 0, asked_ += step_;
     // Here, so that no copy waits for it.

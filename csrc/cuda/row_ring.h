@@ -36,18 +36,24 @@ class RowRing {
     }
   }
 
-  // Starts the copy of row `r` of the next stage. A row that does not exist has undefined values.
-  DEEPFAST_DEVICE void ask(int r, const T* row, bool exists) {
+  // Starts the copy of row `r` of the next stage. A row that does not exist has undefined values. Of
+  // chunks of fp32 `half` copies half.
+  DEEPFAST_DEVICE void ask(int r, const T* row, bool exists, bool half = false) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const T* p = row + at_.channel(c);
+      const T* p = row + (at_.channel(c) << half);
       if constexpr (!kAligned) {
         put(write_, r, c, load_chunk(p, exists ? at_.count(c) : 0, at_.aligned));
       } else if (exists && at_.count(c) > 0) {
         // The two halves of 32 bytes of fp32 go through L1, so that L2 serves them in one access.
 #pragma unroll
-        for (int i = 0; i < kWords; ++i)
-          copy_words<sizeof(T) == 4>(word(write_, r, c, i), reinterpret_cast<const Words*>(p) + i);
+        for (int i = 0; i < kWords; ++i) {
+          const auto* from = reinterpret_cast<const Words*>(p) + i;
+          if (sizeof(T) == 4 || half)
+            copy_words<true>(word(write_, r, c, i), from);
+          else
+            copy_words<false>(word(write_, r, c, i), from);
+        }
       }
     }
   }

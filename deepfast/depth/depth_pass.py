@@ -308,7 +308,7 @@ class DepthPass:
         k, carried = push.k, self._carried
         far, self._carried = self._far_pull(k), None
         if carried is not None:
-            far = carried if far is None else far.add_(carried)
+            far = carried.to(self.like.dtype) if far is None else far.add_(carried)
         dbranch, dresidual = pushed
         written = dresidual
         if self.running[k]:

@@ -312,7 +312,8 @@ class DLCL(DepthConnection):
         return ops.depth_mix(states, weight, backend=self.backend)
 
     def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
-        if self.extra:
+        # The sums have the dtype of the states, and in fp16 some could pass its largest number.
+        if self.extra or states[0].dtype == torch.float16:
             return None
         weight = weights[rows.start : rows.stop, numbers].T.expand(*states[0].shape[:-1], -1, -1)
         return [(ops.depth_mix(states, weight, backend=self.backend), -2)]

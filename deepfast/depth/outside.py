@@ -100,13 +100,16 @@ class _LaterRows(torch.autograd.Function):
     def forward(ctx, run, _token):
         ctx.run = run
         run.ahead.clear()
-        out, parts = run.states.new_empty(len(run.later), *run.states.shape[1:]), []
+        shape, parts = (len(run.later), *run.states.shape[1:]), []
+        sums = run.like.new_empty(shape)
         for start in run.later[:: run.schedule.block]:
             end = min(start + run.schedule.block, run.later.stop)
-            stats = run.mix_block(out[start - run.rows : end - run.rows], start, end)
+            stats = run.mix_block(sums[start - run.rows : end - run.rows], start, end)
             if stats is not None:
                 parts.append(stats[: end - start, 0] + stats[: end - start, 1].log())
         ctx.set_materialize_grads(False)
+        # The next stage gets them as it gets states.
+        out = sums.to(run.states.dtype)
         if not parts:
             return out, None
         lse = torch.cat(parts)

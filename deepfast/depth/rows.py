@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepfast.dtypes import compute_dtype
 from deepfast.ops.common import empty_slots
 
 
@@ -68,7 +69,7 @@ class BlockSums:
     """The sums of one block of rows or states, in a buffer that the next block uses again."""
 
     sums: Tensor | None = None
-    """(B, T, D)."""
+    """(B, T, D), in the compute dtype: a sum is rounded when its row is, and not before."""
     of: Sequence[Tensor | None] = ()
     """Each sum (T, D); None where the block has none."""
     start = -1
@@ -77,7 +78,7 @@ class BlockSums:
     def open(self, block: int, like: Tensor) -> Tensor:
         """The buffer, for states like ``like`` (T, D)."""
         if self.sums is None:
-            self.sums = empty_slots(block, like)
+            self.sums = empty_slots(block, like, compute_dtype(like.dtype))
         self.of = self.sums.unbind(0)
         return self.sums
 

@@ -78,7 +78,7 @@ def _highest(steps: list[Step]) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=64)
 def slot_bytes(tokens: int, width: int, dtype: str) -> int:
-    """Bytes of a slot in the engine's buffer of states."""
+    """Bytes of a slot in the engine's buffers of states and of sums."""
     state = torch.empty(tokens, width, dtype=getattr(torch, dtype), device="meta")
     return empty_slots(1, state).untyped_storage().nbytes()
 
@@ -113,6 +113,7 @@ class Stack:
         self.block = default_block(self.rows, sizes.device, 16 if self.attends else 8)
         self.last_block = self.block * ((self.rows - 1) // self.block)
         self.slot = slot_bytes(self.tokens, sizes.dim, sizes.dtype)
+        self.sum_slot = slot_bytes(self.tokens, sizes.dim, "float32")
         self.state = self.tokens * sizes.dim * sizes.bytes
         self.source = sizes.tokens * sizes.dim * sizes.bytes
 
@@ -140,7 +141,7 @@ class Stack:
             # What a running sum adds to the gradient of the state before it.
             statistics += self.state
         # One slot for each state, and one more for the last gradient.
-        states = (self.rows + 1 + slots) * self.slot
+        states = (self.rows + 1) * self.slot + slots * self.sum_slot
         return states + statistics + weights * (2 if learning else 1)
 
     def entered(self) -> int:

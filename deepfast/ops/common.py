@@ -139,15 +139,17 @@ def empty_contiguous(like: Tensor) -> Tensor:
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(like.shape)
 
 
-def empty_slots(count: int, like: Tensor) -> Tensor:
-    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D).
+def empty_slots(count: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised buffer (count, T, D) with slots for tensors like ``like`` (T, D), in
+    ``dtype`` or else in its dtype.
 
     The distance from slot to slot is an integer of pages plus one cache line. Without that line
     the same element of every slot would map to the same few cache sets.
     """
-    line = 64 // like.element_size()
+    dtype = dtype or like.dtype
+    line = 64 // dtype.itemsize
     stride = -(-like.numel() // (64 * line)) * 64 * line + line
-    return like.new_empty(count, stride)[:, : like.numel()].unflatten(1, like.shape)
+    return like.new_empty(count, stride, dtype=dtype)[:, : like.numel()].unflatten(1, like.shape)
 
 
 def parameter(p: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import backend as backends
@@ -14,6 +13,7 @@ from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.register import register
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
+from deepfast.reference.linear_cross_entropy import logits_dtype, project
 
 REDUCTIONS = ("mean", "sum")
 
@@ -50,21 +50,29 @@ def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
         )
 
 
-def _classes(logits: Tensor) -> Iterator[slice]:
-    """The classes that are processed at a time."""
-    narrow = logits.device.type == "cpu" and logits.dtype.itemsize == 2
-    V = logits.shape[1]
+def _classes(x: Tensor) -> Iterator[slice]:
+    """The classes, the columns of ``x``, that are processed at a time."""
+    narrow = x.device.type == "cpu" and x.dtype.itemsize == 2
+    V = x.shape[1]
     at_once = WIDENED if narrow else V
     return (slice(start, start + at_once) for start in range(0, V, at_once))
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
-    """``logits = hidden weight^T + bias``."""
-    for part in _classes(logits):
+    """``logits = hidden weight^T + bias`` in the dtype of the logits."""
+    dtype = logits.dtype
+    if hidden.dtype != dtype and hidden.device.type == "cuda":
+        torch.mm(hidden, weight.mT, out_dtype=dtype, out=logits)
+        if bias is not None:
+            logits += bias
+        return
+    h = hidden.to(dtype)
+    for part in _classes(weight.mT):
+        w = weight[part].to(dtype).mT
         if bias is None:
-            torch.mm(hidden, weight[part].mT, out=logits[:, part])
+            torch.mm(h, w, out=logits[:, part])
         else:
-            torch.addmm(bias[part], hidden, weight[part].mT, out=logits[:, part])
+            torch.addmm(bias[part].to(dtype), h, w, out=logits[:, part])
 
 
 def _add_outer(
@@ -100,7 +108,8 @@ def _add_sum(total: Tensor, dlogits: Tensor, first: bool) -> None:
 
 def _forward(a):
     hidden, weight, dtype, (V, D) = a.hidden, a.weight, a.hidden.dtype, a.weight.shape
-    _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device, dtype)
+    wide = logits_dtype(dtype)
+    _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device, wide)
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
     _check_targets(target, V, a.ignore_index)
     T = rows.shape[0]
@@ -108,10 +117,11 @@ def _forward(a):
     _, _, correct, dhidden, dweight, dbias, _ = _fake(a)
     correct.zero_()
     projection, shift = weight.to(dtype), None if a.bias is None else a.bias.to(dtype)
-    padded = hidden.new_empty(chunk, -(-V // ALIGNED) * ALIGNED)
     # With AMX torch's product also reads behind the last column, and multiplies that by 0.
-    padded[:, V:].zero_()
-    buffer = padded[:, :V]
+    buffer, narrow = (
+        hidden.new_zeros(n, -(-V // ALIGNED) * ALIGNED, dtype=kind)[:, :V]
+        for kind, n in ((wide, chunk), (dtype, 0 if wide == dtype else chunk))
+    )
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
     if T == 0:
         dweight.zero_(), dbias.zero_()
@@ -129,6 +139,9 @@ def _forward(a):
             logits=logits, target=target[part], label_smoothing=a.label_smoothing,
             ignore_index=a.ignore_index, write_grad=write_grad, loss=loss, nll=nll,
         )  # fmt: skip
+        if write_grad and wide != dtype:
+            # Products of gradients, which are in [-1, 1], are in 16 bits.
+            logits = narrow[: h.shape[0]].copy_(logits)
         if a.want_dhidden:
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
         if a.want_dweight:
@@ -148,7 +161,7 @@ def _plain(a):
         a.hidden, weight, a.target, bias=bias, label_smoothing=a.label_smoothing,
         ignore_index=a.ignore_index, reduction="mean" if a.mean else "sum",
     )  # fmt: skip
-    return loss, nll, (F.linear(a.hidden, weight, bias).argmax(-1) == a.target).sum()
+    return loss, nll, (project(a.hidden, weight, bias).argmax(-1) == a.target).sum()
 
 
 def _fake(a):
@@ -331,10 +344,14 @@ def linear_cross_entropy(
 
     ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
     with the logits z and s the label smoothing, summed or averaged over the targets that are not
-    ignored. The loss equals that of torch's linear and cross_entropy with logits in fp32. Forward
-    processes the tokens in chunks. While it has the logits of a chunk, it also computes the
-    gradients that are needed. That takes three matrix products in all, and autograd saves only the
-    gradients of ``x``, ``linear_weight`` and ``linear_bias``. The matrix products are torch's.
+    ignored. Forward processes the tokens in chunks. While it has the logits of a chunk, it also
+    computes the gradients that are needed. That takes three matrix products in all, and autograd
+    saves only the gradients of ``x``, ``linear_weight`` and ``linear_bias``. The matrix products
+    are torch's.
+
+    In bf16 the logits are rounded to bf16, as torch's linear rounds them. In fp16, where they could
+    overflow, they are in fp32. The gradients of the logits are rounded to x's dtype; the softmax,
+    the losses and all sums over tokens are in fp32.
 
     Args:
         x: (..., D), fp32, bf16, fp16 or fp64. Under autocast fp32 is cast to its dtype.

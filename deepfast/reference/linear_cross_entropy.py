@@ -8,6 +8,17 @@ from deepfast.dtypes import compute_dtype
 from deepfast.reference.rows import load
 
 
+def logits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the logits of ``dtype``: fp32 for fp16, in which they could overflow."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits ``hidden weight^T + bias``."""
+    dtype = logits_dtype(hidden.dtype)
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
 def losses(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -38,10 +49,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Loss and nll of the logits ``hidden weight^T + bias``, summed or averaged over targets.
 
-    hidden (..., D), weight (V, D), bias (V,), target (...). Logits are rounded to hidden's dtype.
-    The mean is over the targets that are not ignored; it is nan where all are.
+    hidden (..., D), weight (V, D), bias (V,), target (...). The mean is over the targets that are
+    not ignored; it is nan where all are.
     """
-    logits = F.linear(hidden, weight, bias).to(compute_dtype(hidden.dtype))
+    logits = project(hidden, weight, bias).to(compute_dtype(hidden.dtype))
     logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
     loss, nll = losses(logits, target, label_smoothing, ignore_index)
     count = (target != ignore_index).sum() if reduction == "mean" else torch.ones(())

@@ -76,7 +76,7 @@ def _empty(o: Operand, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An empty tensor with the alignment and the strides of ``x``. Triton compiles a separate
     variant for some alignments and strides."""
     strides, extent, fewer = [0] * x.dim(), 1, False
-    regular = o.dense or o.dtype != "storage" or x.stride(-1) != 1 or 0 in x.stride()
+    regular = o.dense or x.stride(-1) != 1 or 0 in x.stride()
     for i in sorted(range(x.dim()), key=lambda i: -i if regular else x.stride(i)):
         # Slots lie closer together than in x where they have fewer tokens.
         closer = -(-extent // 64) * 64 + x.stride(i) % 64

@@ -166,6 +166,42 @@ def test_autocast(name, recompute, same_blocks):
     assert_equal(step(made(name, recompute)), step(made(name, "none")))
 
 
+@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize("kind", ["dlcl", "attnres"])
+def test_states_in_the_dtype_of_autocast(meter, kind, recompute, same_blocks):
+    """On request, at half the bytes of the states."""
+    left, grads, x = {}, {}, X.repeat(64, 1, 1)
+    for dtype, policy in ((torch.float32, recompute), (None, recompute), (None, "none")):
+        model = connected_loop(connection=kind, recompute=policy, state_dtype=dtype)
+        with meter() as kept, torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        assert out.dtype == (dtype or torch.bfloat16)
+        left[dtype, policy], grads[dtype, policy] = kept.left, gradients(model, out)
+    assert left[torch.float32, recompute] - left[None, recompute] >= 2 * 5 * x.numel()
+    assert_equal(grads[None, recompute], grads[None, "none"])
+
+
+@pytest.mark.parametrize("kind", ["dlcl", "attnres"])
+def test_what_16_bit_states_save_and_cost(meter, kind):
+    """As docs/training.md says: bytes kept by 12 layers of torch, and the gradients' errors."""
+    x, target = torch.randn(2, 4, 64, 128)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 12, nn.LayerNorm(128), enable_nested_tensor=False)
+    left, found = [], []
+    for state_dtype, dtype in ((None, torch.float64), (torch.float32,) * 2, (None, torch.float32)):
+        run = copy.deepcopy(model)
+        deepfast.connect(run, norm="pre", connection=kind, state_dtype=state_dtype)
+        run.to(dtype)
+        with meter() as kept, torch.autocast("cpu", torch.bfloat16, dtype == torch.float32):
+            out = run(x.to(dtype))
+        grads = gradients(run, out.to(dtype) - target)
+        left.append(kept.left)
+        found.append(torch.cat([g.double().flatten() for g in grads.values()]))
+    exact, wide, narrow = found
+    assert left[2] < 0.87 * left[1]
+    assert 1.3 < (narrow - exact).norm() / (wide - exact).norm() < 3
+
+
 def frozen(*names):
     """A step in which these parts do not learn."""
 

@@ -13,6 +13,7 @@ from tests.depth.stack import (
     Stack,
     applied_weight,
     assert_close,
+    assert_rounded_once,
     compare,
     form,
     leaf,
@@ -54,6 +55,12 @@ def test_agrees(tolerances, ran, layers, dim, norm, weight):
 def test_agrees_in_16_bits(tolerances, backend, norm, weight, block, dtype):
     stack = Stack("dlcl", 13, 65, backend=backend, **form(norm, weight, 65))
     compare(tolerances, stack, dtype, tokens=40, block=block)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dlcl", "attnres", "relu"])
+def test_sums_in_16_bits_are_rounded_once(backend, name, dtype):
+    assert_rounded_once(name, backend, dtype)
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 1000])

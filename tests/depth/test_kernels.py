@@ -5,7 +5,7 @@ import torch
 
 from deepfast import backend
 from deepfast.nn import DepthHistory, TransformerEncoder
-from tests.depth.stack import Stack, compare, results
+from tests.depth.stack import Stack, assert_rounded_once, compare, results
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -65,6 +65,13 @@ def test_attention_residuals_agree(tolerances, options, dtype):
     assert set(seen) == {("attention_boundary", "triton")}
     plain, exact = (residuals("reference", d, options) for d in (dtype, torch.float64))
     tolerances.assert_all_accurate(got, plain, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_rounded_once(server, dtype):
+    assert_rounded_once("dlcl", server, dtype)
+    if server == "triton":
+        assert_rounded_once("attnres", server, dtype)
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,13 @@ def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
     compute, made = torch.float64 if dtype == torch.float64 else torch.float32, {}
 
     def stored(o, x):
-        if o.dtype != "storage":
-            return x.to(compute, copy=True) if o.dtype == "compute" else x
-        x = x.to(storage).to(dtype)
-        if o.shapes[0][:1] in (("S",), ("B",)):
-            return empty_slots(len(x), layout(x.shape[1:], dtype)).copy_(x)
-        return (plain if o.dense else layout)(x.shape, dtype).copy_(x)
+        if o.dtype not in ("storage", "compute"):
+            return x
+        kind = dtype if o.dtype == "storage" else compute
+        x = x.to(storage).to(dtype) if o.dtype == "storage" else x
+        if not o.dense and o.shapes[0][0] in "SB":
+            return empty_slots(len(x), layout(x.shape[1:], kind)).copy_(x)
+        return (plain if o.dense else layout)(x.shape, kind).copy_(x)
 
     for o in LAUNCHES[name].operands:
         x = given[o.name]

@@ -38,7 +38,7 @@ def call(launch, name, dtype, sizes, *, absent=(), lists=None, **given):
             given[operand.name] = None
             continue
         shape, kind = operand.shape(sizes), kinds[operand.dtype]
-        if operand.shapes[0][0:1] in (("S",), ("B",)):
+        if not operand.dense and operand.shapes[0][0] in "SB":
             x = empty_slots(shape[0], tensor(*shape[1:], dtype=kind))
         else:
             x = tensor(*shape, dtype=kind)

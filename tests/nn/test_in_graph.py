@@ -252,6 +252,24 @@ def test_an_exported_push_with_dropout_computes_no_norm():
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
+def test_a_program_in_fp16_has_no_partial_sum_that_overflows():
+    class Pushes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dlcl = DLCL(11, 8, norm=None)
+            # Of each row the older half less the newer half.
+            k = torch.arange(12)
+            self.dlcl.weight.data.copy_((k[:, None] / 2 - k).sign())
+
+        def forward(self, y):
+            history = DepthHistory()
+            return torch.stack([self.dlcl(x, history) for x in y])
+
+    y = torch.full((12, 3, 8), 4e4, dtype=torch.float16)
+    program = torch.export.export(Pushes(), (y,))
+    assert torch.equal(program.module()(y)[1:], torch.zeros(11, 3, 8, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("place", ["in the loop", "behind"])
 def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
     """Then the pass goes by registered ops through several graphs."""

@@ -60,14 +60,15 @@ def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(backend):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_logits_far_apart(backend, dtype):
-    """No overflow of the exponential, and exact zeros far from the largest."""
-    hidden = torch.tensor([[1.0], [-1.0]], dtype=dtype)
+    """No overflow of the exponential nor, in fp16, of the logits; exact zeros far from the
+    largest."""
+    hidden = torch.tensor([[4.0], [-4.0]], dtype=dtype)
     weight = torch.tensor([[3e4], [0.0], [-3e4]], dtype=dtype, requires_grad=True)
     target = torch.tensor([0, 1])
     loss = linear_cross_entropy(hidden, weight, target, reduction="sum", backend=backend)
-    assert loss.item() == weight[0].item()
+    assert loss.item() == 4 * weight[0].item()
     loss.backward()
-    assert weight.grad.tolist() == [[0.0], [1.0], [-1.0]]
+    assert weight.grad.tolist() == [[0.0], [4.0], [-4.0]]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
