@@ -12,6 +12,9 @@ namespace DEEPFAST_ISA {
 // registers.
 constexpr int kGroup = 4, kAcross = kVectorBytes == 64 ? 4 : 2;
 
+// Weighted sums of a group: as many as the registers hold.
+constexpr int kSums = kVectorBytes == 64 ? 8 : 4;
+
 template <class Launch>
 DEEPFAST_INLINE bool is_softmax(const Launch& op) {
   return op.kind == Launch::Kind::softmax;
@@ -22,33 +25,45 @@ struct Count {
   static constexpr int n = N;
 };
 
-// Calls f(Count, i) for groups of N, then for single ones.
+// Calls f(Count, i) for groups of N from `first` to `last`, then for single ones.
+template <int N, class F>
+DEEPFAST_INLINE void for_groups(int64_t first, int64_t last, const F& f) {
+  int64_t i = first;
+  for (; i + N <= last; i += N) f(Count<N>{}, i);
+  for (; i < last; ++i) f(Count<1>{}, i);
+}
 template <int N, class F>
 DEEPFAST_INLINE void for_groups(int64_t count, const F& f) {
-  int64_t i = 0;
-  for (; i + N <= count; i += N) f(Count<N>{}, i);
-  for (; i < count; ++i) f(Count<1>{}, i);
+  for_groups<N>(0, count, f);
 }
 
-// products[i * next_a + j * next_b] = <a_i, b_j> for I times J rows of dim channels. With `stride` != 0
-// the rows a_i are fetched ahead.
+// products[i * next_a + j * next_b] = <a_i, b_j> for I times J rows of dim channels. The rows `ahead`,
+// which may be null, are brought to the level-2 cache meanwhile.
 template <class A, int I, int J, class X, class Y>
 DEEPFAST_INLINE void multiply_rows(const X* const* a, const Y* const* b, int64_t dim, A* products,
-                                   int64_t next_a, int64_t next_b, int64_t stride = 0) {
+                                   int64_t next_a, int64_t next_b,
+                                   const X* const* ahead = nullptr) {
   constexpr int N = kLanes<A>;
   constexpr Lanes<N> lanes;
   vec_t<A, N> sum[I][J] = {};
   int64_t d = 0;
   for (; d + N <= dim; d += N) {
     vec_t<A, N> x[I];
-    DEEPFAST_UNROLL for (int i = 0; i < I; ++i) x[i] = load_ahead(lanes, a[i] + d, stride);
+    DEEPFAST_UNROLL for (int i = 0; i < I; ++i) x[i] = load(lanes, a[i] + d);
+    if (ahead != nullptr)
+      DEEPFAST_UNROLL for (int i = 0; i < I; ++i) __builtin_prefetch(ahead[i] + d, 0, 2);
     DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
       const auto y = load(lanes, b[j] + d);
       DEEPFAST_UNROLL for (int i = 0; i < I; ++i) sum[i][j] += x[i] * y;
     }
   }
+  // Whole vectors of products are summed together.
+  constexpr int kWhole = I * J % N == 0 ? I * J / N : 0;
+  vec_t<A, N> totals[kWhole + 1];
+  DEEPFAST_UNROLL for (int k = 0; k < kWhole; ++k) totals[k] =
+      sums_of_lanes<A, N>(&sum[0][0] + k * N);
   DEEPFAST_UNROLL for (int i = 0; i < I; ++i) DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-    A total = sum_lanes<A, N>(sum[i][j]);
+    A total = kWhole > 0 ? totals[(i * J + j) / N][(i * J + j) % N] : sum_lanes<A, N>(sum[i][j]);
     for (int64_t e = d; e < dim; ++e)
       total += load(Lanes<1>{}, a[i] + e)[0] * load(Lanes<1>{}, b[j] + e)[0];
     products[i * next_a + j * next_b] = total;
@@ -82,27 +97,65 @@ DEEPFAST_INLINE void store_tokens(A* p, int64_t n, OfTokens<A> values) {
     memcpy(p, &values, n * sizeof(A));
 }
 
-// Calls f(t, n) for batches whose `rows` rows of each token fit into the level-2 cache.
+// What is read again for each result should come from the level-2 cache.
+constexpr int64_t kCached = 256 << 10;
+
+// Calls f(t, n) for batches whose `rows` rows of each token fit into the cache.
 template <class T, class F>
 DEEPFAST_INLINE void for_batches(int64_t begin, int64_t end, int64_t rows, int64_t dim,
                                  const F& f) {
-  constexpr int64_t kBytes = 256 << 10, kMost = kBatch<compute_t<T>>;
-  const int64_t fit = kBytes / (rows * dim * static_cast<int64_t>(sizeof(T)) + 1);
+  constexpr int64_t kMost = kBatch<compute_t<T>>;
+  const int64_t fit = kCached / (rows * dim * static_cast<int64_t>(sizeof(T)) + 1);
   const int64_t most = fit < 1 ? 1 : fit < kMost ? fit : kMost;
   for (int64_t t = begin; t < end; t += most) f(t, end - t < most ? end - t : most);
 }
 
+// Calls f(t, n, first, last) for batches and, of each, for parts [first, last) of its `rows` rows. So
+// many rows as there are layers do not fit into the cache, and a batch of fewer tokens would leave
+// lanes empty.
+template <class T, class F>
+DEEPFAST_INLINE void for_parts(int64_t begin, int64_t end, int64_t rows, int64_t dim, const F& f) {
+  constexpr int64_t kTokens = kBatch<compute_t<T>>;
+  const int64_t fit = kCached / (kTokens * dim * static_cast<int64_t>(sizeof(T)));
+  const int64_t part = fit < kGroup ? kGroup : fit;
+  for_batches<T>(begin, end, part < rows ? part : rows, dim, [&](int64_t t, int64_t n) {
+    for (int64_t first = 0; first < rows; first += part)
+      f(t, n, first, first + part < rows ? first + part : rows);
+  });
+}
+
+// Rows of a few of `count` matrices for one token, and those to bring to the cache meanwhile: the ones
+// kGroup further, behind the last matrix those of the next batch.
+template <class T, int Group>
+struct GroupRows {
+  const T *row[Group], *ahead[Group];
+
+  DEEPFAST_INLINE GroupRows(const T* const* matrices, int64_t count, int64_t first, int64_t t,
+                            int64_t batch, int64_t stride) {
+    DEEPFAST_UNROLL for (int i = 0; i < Group; ++i) {
+      row[i] = matrices[first + i] + t * stride;
+      int64_t next = first + i + kGroup, token = next < count ? t : t + batch;
+      while (next >= count) next -= count;
+      ahead[i] = matrices[next] + token * stride;
+    }
+  }
+};
+
 // Calls f(Count<results>, i, lanes, Count<vectors>, d) for blocks of sums that fill the registers.
 template <class A, class F>
-DEEPFAST_INLINE void for_blocks(int64_t results, int64_t dim, const F& f) {
+DEEPFAST_INLINE void for_blocks(int64_t first, int64_t last, int64_t dim, const F& f) {
   constexpr int N = kLanes<A>;
-  for_groups<kGroup>(results, [&](auto group, int64_t i) {
+  const auto sums = [&](auto group, int64_t i) {
     constexpr Count<group.n == 1 ? 4 : 2> vectors;
     int64_t d = 0;
     for (; d + vectors.n * N <= dim; d += vectors.n * N) f(group, i, Lanes<N>{}, vectors, d);
     for (; d + N <= dim; d += N) f(group, i, Lanes<N>{}, Count<1>{}, d);
     for (; d < dim; ++d) f(group, i, Lanes<1>{}, Count<1>{}, d);
-  });
+  };
+  int64_t i = first;
+  if constexpr (kSums > kGroup)
+    for (; i + kSums <= last; i += kSums) sums(Count<kSums>{}, i);
+  for_groups<kGroup>(i, last, sums);
 }
 
 // sum[j][v] += weight(j) * row[v], V vectors at `row`.
@@ -136,7 +189,6 @@ class Attend {
         T_(op.T),
         stride_(op.states.row_stride),
         state_(sources_),
-        v_(sources_),
         query_(rows_),
         rstd_(sources_),
         bias_(op.bias == nullptr ? 0 : sources_ * rows_),
@@ -153,37 +205,38 @@ class Attend {
     memset(p_.get(), 0, sources_ * rows_ * N * sizeof(A));
   }
 
-  // The weights of tokens [t, t + n). `joins`: whether there are results over other sources.
-  // before(r) and after(r): of row r (T) the largest scores, and behind them (T) the sums of the
-  // exponentials.
+  // The weights of tokens [t, t + n) for sources [first, last). `joins`: whether there are results
+  // over other sources. before(r) and after(r): of row r (T) the largest scores, and behind them (T)
+  // the sums of the exponentials.
   template <class Before, class After>
-  DEEPFAST_INLINE void weigh(int64_t t, int64_t n, bool joins, const Before& before,
-                             const After& after) {
-    for (int64_t i = 0; i < n; ++i) {
-      for (int64_t k = 0; k < sources_; ++k) v_[k] = state_[k] + (t + i) * stride_;
-      for_groups<kGroup>(sources_, [&](auto group, int64_t k) {
+  DEEPFAST_INLINE void weigh(int64_t t, int64_t n, int64_t first, int64_t last, bool joins,
+                             const Before& before, const After& after) {
+    first_ = first, last_ = last;
+    for_groups<kGroup>(first, last, [&](auto group, int64_t k) {
+      for (int64_t i = 0; i < n; ++i) {
+        const GroupRows<T, group.n> v(state_, sources_, k, t + i, n, stride_);
         for_groups<kAcross>(rows_, [&](auto across, int64_t r) {
-          multiply_rows<A, group.n, across.n>(v_.get() + k, query_.get() + r, dim_,
-                                              weight(k, r) + i, rows_ * N, N, stride_);
+          multiply_rows<A, group.n, across.n>(v.row, query_.get() + r, dim_, weight(k, r) + i,
+                                              rows_ * N, N, r == 0 ? v.ahead : nullptr);
         });
-      });
-    }
+      }
+    });
     for (int64_t r = 0; r < rows_; ++r)
       softmax_ ? normalise(t, n, r, joins, before, after) : rectify(t, n, r);
   }
 
-  // Calls put(lanes, r, d, x) with x_r of token t + i; before(lanes, r, d) has the results over other
-  // sources.
+  // Calls put(lanes, r, d, x) with x_r of token t + i over the sources of `weigh`; before(lanes, r, d)
+  // has the results over other sources.
   template <class Before, class Put>
   DEEPFAST_INLINE void mix(int64_t t, int64_t i, bool joins, const Before& before, const Put& put) {
     const int64_t token = (t + i) * stride_;
-    for_blocks<A>(rows_, dim_, [&](auto group, int64_t r, auto lanes, auto vectors, int64_t d) {
+    for_blocks<A>(0, rows_, dim_, [&](auto group, int64_t r, auto lanes, auto vectors, int64_t d) {
       constexpr int J = group.n, V = vectors.n;
       vec_t<A, lanes.n> sum[J][V] = {};
       if (joins)
         DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
             sum[j][v] = before(lanes, r + j, d + v * lanes.n) * kept_[(r + j) * N + i];
-      for (int64_t k = 0; k < sources_; ++k)
+      for (int64_t k = first_; k < last_; ++k)
         add_products<A>(
             lanes, state_[k] + token + d, [&](int j) { return weight(k, r + j)[i]; }, sum);
       DEEPFAST_UNROLL for (int j = 0; j < J; ++j) DEEPFAST_UNROLL for (int v = 0; v < V; ++v)
@@ -201,7 +254,7 @@ class Attend {
   }
   DEEPFAST_INLINE void rectify(int64_t t, int64_t n, int64_t r) {
     const auto zero = broadcast(Lanes<N>{}, A(0));
-    for (int64_t k = 0; k < sources_; ++k) {
+    for (int64_t k = first_; k < last_; ++k) {
       const auto s = score(t, n, k, r);
       // NaN stays NaN.
       store(Lanes<N>{}, weight(k, r), s <= zero ? zero : s);
@@ -215,7 +268,7 @@ class Attend {
     auto first = broadcast(lanes, A(-__builtin_inf()));
     if (joins) first = load_tokens<A>(before(r) + t, n);
     auto most = first;
-    for (int64_t k = 0; k < sources_; ++k) {
+    for (int64_t k = first_; k < last_; ++k) {
       const auto s = score(t, n, k, r);
       store(lanes, weight(k, r), s);
       most = s > most ? s : most;
@@ -223,14 +276,14 @@ class Attend {
     auto kept = broadcast(lanes, A(0));
     if (joins) kept = load_tokens<A>(before(r) + T_ + t, n) * exponential<A>(lanes, first - most);
     auto total = kept;
-    for (int64_t k = 0; k < sources_; ++k) {
+    for (int64_t k = first_; k < last_; ++k) {
       const auto e = exponential<A>(lanes, load(lanes, weight(k, r)) - most);
       store(lanes, weight(k, r), e);
       total += e;
     }
     const auto scale = A(1) / total;
     store(lanes, kept_ + r * N, kept * scale);
-    for (int64_t k = 0; k < sources_; ++k)
+    for (int64_t k = first_; k < last_; ++k)
       store(lanes, weight(k, r), load(lanes, weight(k, r)) * scale);
     store_tokens<A>(after(r) + t, n, most);
     store_tokens<A>(after(r) + T_ + t, n, total);
@@ -238,7 +291,8 @@ class Attend {
 
   bool softmax_;
   int64_t rows_, sources_, dim_, T_, stride_;
-  Scratch<const T*> state_, v_;  // at token 0, and of one token
+  int64_t first_ = 0, last_ = 0;  // the sources of `weigh`
+  Scratch<const T*> state_;       // at token 0
   Scratch<const A*> query_, rstd_;
   Scratch<A> bias_, p_, kept_;
   bool biased_;
@@ -263,7 +317,6 @@ class Pull {
         T_(op.T),
         stride_(op.grads.row_stride),
         grad_(rows_),
-        g_(rows_),
         query_(rows_),
         stats_(rows_),
         rstd_(sources_),
@@ -285,61 +338,68 @@ class Pull {
     }
   }
 
-  // The weights of tokens [t, t + n). v[i * sources + j]: the row of source j for token t + i.
+  // The weights of tokens [t, t + n) for rows [first, last). v[i * sources + j]: the row of source j
+  // for token t + i.
   template <class V>
-  DEEPFAST_INLINE void weigh(int64_t t, int64_t n, const V* const* v) {
-    for (int64_t i = 0; i < n; ++i) {
-      for (int64_t l = 0; l < rows_; ++l) g_[l] = grad_[l] + (t + i) * stride_;
-      for_groups<kGroup>(rows_, [&](auto group, int64_t l) {
+  DEEPFAST_INLINE void weigh(int64_t t, int64_t n, int64_t first, int64_t last, const V* const* v) {
+    first_ = first, last_ = last;
+    for_groups<kGroup>(first, last, [&](auto group, int64_t l) {
+      for (int64_t i = 0; i < n; ++i) {
+        const GroupRows<T, group.n> g(grad_, rows_, l, t + i, n, stride_);
         for_groups<kAcross>(sources_, [&](auto across, int64_t j) {
           const V* const* of = v + i * sources_ + j;
-          const int64_t first = at_pair(l, j) + i, next = sources_ * N;
-          multiply_rows<A, group.n, across.n>(query_.get() + l, of, dim_, p_ + first, next, N);
-          multiply_rows<A, group.n, across.n>(g_.get() + l, of, dim_, c_ + first, next, N, stride_);
+          const int64_t pair = at_pair(l, j) + i, next = sources_ * N;
+          multiply_rows<A, group.n, across.n>(query_.get() + l, of, dim_, p_ + pair, next, N);
+          multiply_rows<A, group.n, across.n>(g.row, of, dim_, c_ + pair, next, N,
+                                              j == 0 ? g.ahead : nullptr);
         });
-      });
-    }
+      }
+    });
     for (int64_t j = 0; j < sources_; ++j)
       softmax_ ? weigh_source<true>(t, n, j) : weigh_source<false>(t, n, j);
     if (dquery_ == nullptr) return;
-    for_blocks<A>(rows_, dim_, [&](auto group, int64_t l, auto lanes, auto vectors, int64_t d) {
-      constexpr int J = group.n, V_ = vectors.n;
-      vec_t<A, lanes.n> sum[J][V_];
-      const auto dquery = [&](int r, int v) { return dquery_ + (l + r) * dim_ + d + v * lanes.n; };
-      DEEPFAST_UNROLL for (int r = 0; r < J; ++r) DEEPFAST_UNROLL for (int v = 0; v < V_; ++v)
-          sum[r][v] = load(lanes, dquery(r, v));
-      for (int64_t i = 0; i < n; ++i)
-        for (int64_t j = 0; j < sources_; ++j)
-          add_products<A>(
-              lanes, v[i * sources_ + j] + d, [&](int r) { return c_[at_pair(l + r, j) + i]; },
-              sum);
-      DEEPFAST_UNROLL for (int r = 0; r < J; ++r) DEEPFAST_UNROLL for (int v = 0; v < V_; ++v)
-          store(lanes, dquery(r, v), sum[r][v]);
-    });
+    for_blocks<A>(
+        first, last, dim_, [&](auto group, int64_t l, auto lanes, auto vectors, int64_t d) {
+          constexpr int J = group.n, V_ = vectors.n;
+          vec_t<A, lanes.n> sum[J][V_];
+          const auto dquery = [&](int r, int v) {
+            return dquery_ + (l + r) * dim_ + d + v * lanes.n;
+          };
+          DEEPFAST_UNROLL for (int r = 0; r < J; ++r) DEEPFAST_UNROLL for (int v = 0; v < V_; ++v)
+              sum[r][v] = load(lanes, dquery(r, v));
+          for (int64_t i = 0; i < n; ++i)
+            for (int64_t j = 0; j < sources_; ++j)
+              add_products<A>(
+                  lanes, v[i * sources_ + j] + d, [&](int r) { return c_[at_pair(l + r, j) + i]; },
+                  sum);
+          DEEPFAST_UNROLL for (int r = 0; r < J; ++r) DEEPFAST_UNROLL for (int v = 0; v < V_; ++v)
+              store(lanes, dquery(r, v), sum[r][v]);
+        });
   }
 
-  // Calls put(lanes, j, d, u) for token t + i; before(lanes, j, d) is what u_j was, and v that of
-  // weigh for this token.
+  // Calls put(lanes, j, d, u) for token t + i with what the rows of `weigh` add; before(lanes, j, d)
+  // is what u_j was, and v that of weigh for this token.
   template <class V, class Before, class Put>
   DEEPFAST_INLINE void add(int64_t t, int64_t i, const V* const* v, const Before& before,
                            const Put& put) const {
     const int64_t token = (t + i) * stride_;
-    for_blocks<A>(sources_, dim_, [&](auto group, int64_t j, auto lanes, auto vectors, int64_t d) {
-      constexpr int J = group.n, V_ = vectors.n;
-      vec_t<A, lanes.n> sum[J][V_];
-      DEEPFAST_UNROLL for (int s = 0; s < J; ++s) DEEPFAST_UNROLL for (int w = 0; w < V_; ++w)
-          sum[s][w] = before(lanes, j + s, d + w * lanes.n);
-      for (int64_t l = 0; l < rows_; ++l) {
-        add_products<A>(
-            lanes, grad_[l] + token + d, [&](int s) { return p_[at_pair(l, j + s) + i]; }, sum);
-        add_products<A>(
-            lanes, query_[l] + d, [&](int s) { return c_[at_pair(l, j + s) + i]; }, sum);
-      }
-      DEEPFAST_UNROLL for (int s = 0; s < J; ++s) DEEPFAST_UNROLL for (int w = 0; w < V_; ++w) {
-        const int64_t at = d + w * lanes.n;
-        put(lanes, j + s, at, sum[s][w] - back_[(j + s) * N + i] * load(lanes, v[j + s] + at));
-      }
-    });
+    for_blocks<A>(
+        0, sources_, dim_, [&](auto group, int64_t j, auto lanes, auto vectors, int64_t d) {
+          constexpr int J = group.n, V_ = vectors.n;
+          vec_t<A, lanes.n> sum[J][V_];
+          DEEPFAST_UNROLL for (int s = 0; s < J; ++s) DEEPFAST_UNROLL for (int w = 0; w < V_; ++w)
+              sum[s][w] = before(lanes, j + s, d + w * lanes.n);
+          for (int64_t l = first_; l < last_; ++l) {
+            add_products<A>(
+                lanes, grad_[l] + token + d, [&](int s) { return p_[at_pair(l, j + s) + i]; }, sum);
+            add_products<A>(
+                lanes, query_[l] + d, [&](int s) { return c_[at_pair(l, j + s) + i]; }, sum);
+          }
+          DEEPFAST_UNROLL for (int s = 0; s < J; ++s) DEEPFAST_UNROLL for (int w = 0; w < V_; ++w) {
+            const int64_t at = d + w * lanes.n;
+            put(lanes, j + s, at, sum[s][w] - back_[(j + s) * N + i] * load(lanes, v[j + s] + at));
+          }
+        });
   }
 
  private:
@@ -352,7 +412,7 @@ class Pull {
     const auto zero = broadcast(lanes, A(0));
     const auto rstd = load_tokens<A>(rstd_[j] + t, n);
     auto slope = zero;
-    for (int64_t l = 0; l < rows_; ++l) {
+    for (int64_t l = first_; l < last_; ++l) {
       A *raw = p_ + at_pair(l, j), *dot = c_ + at_pair(l, j);
       const auto scaled = load(lanes, raw) * rstd, score = scaled + bias_[l * sources_ + j];
       OfTokens<A> p, ds;
@@ -376,7 +436,8 @@ class Pull {
 
   bool softmax_;
   int64_t rows_, sources_, dim_, T_, stride_;
-  Scratch<const T*> grad_, g_;  // at token 0, and of one token
+  int64_t first_ = 0, last_ = 0;  // the rows of `weigh`
+  Scratch<const T*> grad_;        // at token 0
   Scratch<const A*> query_, stats_, rstd_;
   Scratch<A> bias_, p_, c_, back_;
   A *dquery_, *dbias_;

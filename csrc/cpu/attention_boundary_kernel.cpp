@@ -19,7 +19,7 @@ class NearRow {
 
   DEEPFAST_INLINE void weigh(int64_t t, int64_t n) {
     row_.weigh(
-        t, n, joins_, [&](int64_t) { return at<A>(op_.partial_stats, 0); },
+        t, n, 0, op_.near.count, joins_, [&](int64_t) { return at<A>(op_.partial_stats, 0); },
         [&](int64_t) { return at<A>(op_.stats, op_.k * 3 * op_.T); });
   }
   DEEPFAST_INLINE void mix(int64_t t, int64_t i, A* x) {
@@ -109,7 +109,7 @@ void backward(const AttentionBoundaryBackward& op, int64_t begin, int64_t end, i
                                0, 0);
       }
     });
-    pull.weigh(t, n, v.get());
+    pull.weigh(t, n, 0, op.pull_rows.count, v.get());
     for (int64_t i = 0; i < n; ++i) {
       A* u = g;
       load_pulled<T>(op, t + i, u);

@@ -343,6 +343,32 @@ DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
 }
 #endif
 
+#if defined(DEEPFAST_SHUFFLE)
+template <class V, int... I>
+DEEPFAST_INLINE V sums_of_pairs(V a, V b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+// Lane j is the sum of the lanes of v[j].
+template <class A, int N, int Left = N>
+DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(vec_t<A, N>* v) {
+  if constexpr (Left == 1) {
+    return v[0];
+  } else {
+    DEEPFAST_UNROLL
+    for (int j = 0; j < Left / 2; ++j)
+      v[j] = sums_of_pairs(v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
+    return sums_of_lanes<A, N, Left / 2>(v);
+  }
+}
+#else
+template <class A, int N>
+DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(const vec_t<A, N>* v) {
+  vec_t<A, N> sums;
+  for (int j = 0; j < N; ++j) sums[j] = sum_lanes<A, N>(v[j]);
+  return sums;
+}
+#endif
+
 // Calls f(Lanes<N>, i) over [0, n): whole vectors first, then single lanes.
 template <class A, class F>
 DEEPFAST_INLINE void for_lanes(int64_t n, const F& f) {

@@ -52,6 +52,11 @@ def test_agrees_in_a_chain(tolerances, form, backend):
     compare(tolerances, Stack("attnres", 11, 33, backend=backend, **form), tokens=9, block=4)
 
 
+@pytest.mark.parametrize("form", [{}, {"score_function": "relu"}], ids=str)
+def test_agrees_where_a_cache_holds_few_states(tolerances, form, backend):
+    compare(tolerances, Stack("attnres", 20, 1100, backend=backend, **form), tokens=11, block=4)
+
+
 @pytest.mark.parametrize("block", [None, 2])
 def test_half_precision(block, tolerances):
     m = learned(block)
