@@ -10,83 +10,56 @@ namespace deepfast {
 namespace DEEPFAST_ISA {
 namespace {
 
-// Sums of `count` rows for the tokens of a batch, between the parts of the operands that they are over.
-template <class T>
-class Unfinished {
-  using A = compute_t<T>;
-
- public:
-  Unfinished(int64_t count, int64_t dim)
-      : dim_(dim), sums_(kBatch<A> * count * dim), count_(count) {}
-  DEEPFAST_INLINE A* at(int64_t i, int64_t r, int64_t d) const {
-    return sums_ + (i * count_ + r) * dim_ + d;
-  }
-
- private:
-  int64_t dim_;
-  Scratch<A> sums_;
-  int64_t count_;
-};
-
+// The results are in the compute dtype, so that each part of the operands adds to those of the parts
+// before it.
 template <class T>
 void attend_all(const AttendRows& op, int64_t begin, int64_t end) {
   using A = compute_t<T>;
-  const int64_t sources = op.sources.count;
   Attend<T> rows(op, op.rows, op.sources);
-  const Unfinished<T> sums(op.rows.count, op.D);
   const auto stats = [&](int64_t r) { return at<A>(op.out_stats, op.out_rows[r] * 2 * op.T); };
-  for_parts<T>(begin, end, sources, op.D, [&](int64_t t, int64_t n, int64_t first, int64_t last) {
-    const bool joins = op.accumulate || first > 0;
-    rows.weigh(t, n, first, last, joins, stats, stats);
-    for (int64_t i = 0; i < n; ++i) {
-      const auto out = [&](int64_t r, int64_t d) {
-        return row_of<compute_t<T>>(op.out, op.out_rows[r], t + i) + d;
-      };
-      rows.mix(
-          t, i, joins,
-          [&](auto lanes, int64_t r, int64_t d) {
-            return first > 0 ? load(lanes, sums.at(i, r, d)) : load(lanes, out(r, d));
-          },
-          [&](auto lanes, int64_t r, int64_t d, auto x) {
-            if (last < sources)
-              store(lanes, sums.at(i, r, d), x);
-            else
-              store_ahead(lanes, out(r, d), x, op.out.row_stride);
-          });
-    }
-  });
+  for_parts<T>(
+      begin, end, op.sources.count, op.D, [&](int64_t t, int64_t n, int64_t first, int64_t last) {
+        const bool joins = op.accumulate || first > 0;
+        rows.weigh(t, n, first, last, joins, stats, stats);
+        for (int64_t i = 0; i < n; ++i) {
+          const auto out = [&](int64_t r, int64_t d) {
+            return row_of<A>(op.out, op.out_rows[r], t + i) + d;
+          };
+          rows.mix(
+              t, i, joins, [&](auto lanes, int64_t r, int64_t d) { return load(lanes, out(r, d)); },
+              [&](auto lanes, int64_t r, int64_t d, auto x) {
+                store_ahead(lanes, out(r, d), x, op.out.row_stride);
+              });
+        }
+      });
 }
 
 template <class T>
 void pull_all(const AttendPull& op, int64_t begin, int64_t end, int64_t chunk) {
   using A = compute_t<T>;
-  const int64_t sources = op.sources.count, rows = op.rows.count;
+  const int64_t sources = op.sources.count;
   Pull<T> pull(op, op.rows, op.grad_slots, op.sources, chunk);
   Scratch<const T*> v(kBatch<A> * sources);
-  const Unfinished<T> sums(sources, op.D);
-  for_parts<T>(begin, end, rows, op.D, [&](int64_t t, int64_t n, int64_t first, int64_t last) {
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < sources; ++j)
-        v[i * sources + j] = row_of<T>(op.states, op.sources[j], t + i);
-    pull.weigh(t, n, first, last, v.get());
-    for (int64_t i = 0; i < n; ++i) {
-      const auto out = [&](int64_t j, int64_t d) {
-        return row_of<compute_t<T>>(op.out, op.out_rows[j], t + i) + d;
-      };
-      pull.add(
-          t, i, v + i * sources,
-          [&](auto lanes, int64_t j, int64_t d) {
-            if (first > 0) return load(lanes, sums.at(i, j, d));
-            return op.accumulate ? load(lanes, out(j, d)) : broadcast(lanes, A(0));
-          },
-          [&](auto lanes, int64_t j, int64_t d, auto u) {
-            if (last < rows)
-              store(lanes, sums.at(i, j, d), u);
-            else
-              store_ahead(lanes, out(j, d), u, op.out.row_stride);
-          });
-    }
-  });
+  for_parts<T>(
+      begin, end, op.rows.count, op.D, [&](int64_t t, int64_t n, int64_t first, int64_t last) {
+        for (int64_t i = 0; i < n; ++i)
+          for (int64_t j = 0; j < sources; ++j)
+            v[i * sources + j] = row_of<T>(op.states, op.sources[j], t + i);
+        pull.weigh(t, n, first, last, v.get());
+        for (int64_t i = 0; i < n; ++i) {
+          const auto out = [&](int64_t j, int64_t d) {
+            return row_of<A>(op.out, op.out_rows[j], t + i) + d;
+          };
+          pull.add(
+              t, i, v + i * sources,
+              [&](auto lanes, int64_t j, int64_t d) {
+                return op.accumulate || first > 0 ? load(lanes, out(j, d)) : broadcast(lanes, A(0));
+              },
+              [&](auto lanes, int64_t j, int64_t d, auto u) {
+                store_ahead(lanes, out(j, d), u, op.out.row_stride);
+              });
+        }
+      });
 }
 
 }  // namespace
