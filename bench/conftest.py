@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m pytest bench`. `deepfast bench` compares ops with a copy."""
+"""Benchmarks: `python -m pytest bench/ops.py`. `deepfast bench` compares ops with a copy."""
 
 import torch
 

@@ -187,8 +187,10 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypat
 
 def test_a_training_that_fails_is_told_on_the_page(tiny, monkeypatch, capsys):
     def some(jobs, seconds):
-        wanted = ("memory policies", "training")
-        run_jobs([job for job in jobs if job.part in wanted], seconds)
+        wanted = ("recompute policies", "training")
+        jobs = [job for job in jobs if job.part in wanted]
+        assert {job.part for job in jobs} == set(wanted)
+        run_jobs(jobs, seconds)
 
     monkeypatch.setattr(report, "run_jobs", some)
     settings = replace(tiny, depths=(2,), mixing_depth=2, overrides=("model.dim=7",))
