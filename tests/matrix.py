@@ -8,10 +8,26 @@ marked ``each_value``, only each value has to occur.
 ``--left-out`` goes one step further, without what a daily run has: every three values of three
 parameters occur, of a test marked ``each_value`` every pair; and it runs the tests marked
 ``exhaustive``. ``--all-cases`` runs every case.
+
+A case that cannot run is no case, and ``only_if`` says which can. Its condition takes parameters
+of the test, or of its fixtures, by name::
+
+    @pytest.mark.only_if(lambda kind, bias: bias or kind != "layer")
 """
 
 import heapq
+import inspect
 from itertools import combinations
+
+
+def runs(item):
+    """Whether the conditions of ``only_if`` hold for the item's parameters."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return all(
+        condition(*(params[name] for name in inspect.signature(condition).parameters))
+        for mark in item.iter_markers("only_if")
+        for condition in mark.args
+    )
 
 
 def values(item):

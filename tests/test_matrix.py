@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.matrix import cover
+from tests.matrix import cover, runs
 
 SIZES = (3, 2, 4, 2)
 CASES = [tuple(enumerate(case)) for case in product(*map(range, SIZES)) if sum(case) % 5]
@@ -25,3 +25,12 @@ def test_few_parameters_keep_all_cases():
     pairs = [case[:2] for case in CASES]
     assert cover(pairs, 2) == [*range(len(pairs))]
     assert cover(pairs, 3, [0, 1]) == [*range(2, len(pairs))]
+
+
+@pytest.mark.only_if(lambda size, kind: size < 3 or kind == "b")
+@pytest.mark.parametrize("kind", "ab")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_case_that_cannot_run_is_no_case(request, size, kind):
+    assert (size, kind) in [(2, "a"), (2, "b"), (3, "b"), (4, "b")]
+    request.node.add_marker(pytest.mark.only_if(lambda: False))
+    assert not runs(request.node)

@@ -49,13 +49,13 @@ class Literal(InPlace):
         return (y, *result[1:]) if isinstance(result, tuple) else y
 
 
+# Attention residuals are for pre-norm models.
+@pytest.mark.only_if(lambda case, kind: kind != "attnres" or CASES[case].norm == "pre")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("dlcl", {}), ("dlcl", {"norm_type": "rms"}), ("denseformer", {}), ("attnres", {})],
 )
 def test_same_as_a_literal_loop(case, kind, options):
-    if kind == "attnres" and case.norm == "post":
-        pytest.skip("attention residuals are for pre-norm models")
     plain = perturbed(case.make())
     model = copy.deepcopy(plain)
     case.connect(model, kind, **options)
@@ -73,12 +73,11 @@ def test_denseformer_begins_as_the_plain_model(case):
     assert torch.equal(case.run(model), before)
 
 
+@pytest.mark.only_if(lambda case: CASES[case].norm == "pre")
 @pytest.mark.parametrize("kind", ["attnres", "block_attnres"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_residuals_with_relu_begin_as_the_plain_model(case, kind, dtype):
     """Their first sums are the residual stream, up to the rounding of one addition a layer."""
-    if case.norm == "post":
-        pytest.skip("attention residuals are for pre-norm models")
     model = perturbed(case.make())
     exact = case.run(copy.deepcopy(model).double())
     plain = case.run(model.to(dtype))

@@ -24,7 +24,7 @@ def ptxas():
 
 @pytest.fixture(scope="module")
 def report(request, ptxas, tmp_path_factory):
-    """One run of ptxas.py over all kernels; the table itself if it is of these sources."""
+    """One run of ptxas.py over all kernels; over two files if the table is of these sources."""
     if ptxas.build.find_nvcc() is None:
         pytest.skip("no nvcc was found: the CUDA kernels are not compiled")
     path = tmp_path_factory.mktemp("ptxas") / "report.json"

@@ -1,5 +1,6 @@
 """One launch by some kernels and by the reference, on operands made from the table of launches."""
 
+import pytest
 import torch
 
 from deepfast import backend
@@ -9,6 +10,14 @@ from deepfast.selfcheck.operands import READ_TOO, random
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(3 << 40)
+TRITON = pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+"""For a test of ops that have no CUDA kernels."""
+
+
+def served(kernels: str, op: str) -> bool:
+    return kernels == "triton" or op not in backend.NO_CUDA
+
+
 ROWS, SLOT = 10, 4
 
 SIZES = {"R": ROWS, "S": ROWS + 1, "B": 4, "K": 3, "H": 1, "V": 19, "P": 2, "N": 3}

@@ -5,7 +5,9 @@ import torch
 
 from deepfast import backend
 from deepfast.launches import LAUNCHES
-from tests.kernels.agreement import LOW, SEED, agree, numbers, run
+from tests.kernels.agreement import LOW, SEED, TRITON, agree, numbers, run
+
+pytestmark = TRITON
 
 KINDS = ("relu", "gelu")
 P = 0.3

@@ -19,8 +19,8 @@ REWRITE = "python tests/kernels/aot.py --write bench/results/aot.md"
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
-    """One run of aot.py over all cases, in a process of its own, without the interpreter; the
-    table itself if it is of these sources."""
+    """One run of aot.py, in a process of its own, without the interpreter: over all cases, or over
+    one of each launcher if the table is of these sources."""
     path = tmp_path_factory.mktemp("aot") / "report.json"
     command = [sys.executable, PROGRAM, "--json", path]
     if not request.config.getoption("all_cases"):

@@ -8,7 +8,7 @@ import torch
 
 from deepfast.depth.schedule import Schedule, block_pattern, depth_pattern
 from deepfast.launches import LAUNCHES
-from tests.kernels.agreement import agree, numbers, run
+from tests.kernels.agreement import TRITON, agree, numbers, run, served
 
 OPS = ("boundary", "attention_boundary")
 FP32 = torch.float32
@@ -21,6 +21,7 @@ SOURCE_RMS = {"source_rms": True, "norm_bias": None, "dnorm_bias": None}
 NO_AFFINE = dict.fromkeys(("norm_weight", "norm_bias", "dnorm_weight", "dnorm_bias"))
 RELU = {"kind": "relu", "stats": None, "partial_stats": None}
 PER_CHANNEL = {"choice": 1}
+SERVED = pytest.mark.only_if(lambda kernels, op: served(kernels, op))
 
 
 def both(tolerances, kernels, op, dtype=FP32, T=5, D=100, **given):
@@ -66,6 +67,7 @@ def test_options(tolerances, poison, kernels, options):
     both(tolerances, kernels, "boundary", **options)
 
 
+@TRITON
 @pytest.mark.each_value
 @pytest.mark.parametrize("more", [{"bias": None, "dbias": None}, RELU, {}], ids=str)
 @pytest.mark.parametrize("options", [*SHARED, {"dquery": None, "dbias": None}], ids=str)
@@ -79,6 +81,7 @@ def test_the_only_row_of_its_block_may_be_wide(tolerances, poison, kernels):
     both(tolerances, kernels, "boundary", torch.bfloat16, 2, 8192, **lists)
 
 
+@SERVED
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, PER_CHANNEL], ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -100,6 +103,7 @@ def test_patterns(tolerances, poison, kernels, op, near, pulls, options):
     both(tolerances, kernels, op, D=33, **lists, **options)
 
 
+@SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_read_is_zero(poison, kernels, op):
     given = numbers(f"{op}_forward", T=3, D=17, near=[], partial=None, partial_stats=None)
@@ -108,6 +112,7 @@ def test_nothing_is_read_is_zero(poison, kernels, op):
     assert torch.equal(got["out"], given["out_norm_bias"].expand(3, 17))
 
 
+@TRITON
 def test_not_a_number_ends(kernels):
     """Such numbers spread, and the launch returns."""
     name = "attention_boundary_forward"
@@ -119,6 +124,7 @@ def test_not_a_number_ends(kernels):
     assert torch.equal(got["x"][2:], expected["x"][2:])
 
 
+@SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_not_wanted_is_not_written(kernels, op):
     """Without x, without a norm of the output, without any gradient but that of the branch."""
@@ -144,6 +150,7 @@ def test_what_is_not_wanted_is_not_written(kernels, op):
     assert torch.equal(states[2], dx)
 
 
+@SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_replay_is_alike_to_the_bit(kernels, op):
     """A layer's input, recomputed from the states, has the same bits as in forward."""

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from deepfast import backend
-from tests.kernels.agreement import LOW, agree, apart
+from tests.kernels.agreement import LOW, TRITON, agree, apart
+
+pytestmark = TRITON
 
 OP, NAME, IGNORED = "linear_cross_entropy", "cross_entropy", -7
 # Less than a block of any kernel, whole ones, and a remainder; the last beyond 16 bits.

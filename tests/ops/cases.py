@@ -168,10 +168,11 @@ def equal(found, wanted):
 def serves(name, backend):
     """On the CPU attention is torch's, registered by torch; some ops have no CUDA kernel."""
     op = EVERY[name]("", Rows((T,), D), 0.0).op
-    if op in NO_CUDA and backend == "cuda":
-        pytest.skip(f"{name} has no CUDA kernel")
-    if op == "attention" and backend in SDPA:
-        pytest.skip(f"attention by {backend} is torch's")
+    return backend not in SDPA if op == "attention" else backend != "cuda" or op not in NO_CUDA
+
+
+SERVED = pytest.mark.only_if(lambda name, kernel_backend: serves(name, kernel_backend))
+SERVED_BY_ANY = pytest.mark.only_if(lambda name, any_backend: serves(name, any_backend))
 
 
 def operator(name):

@@ -10,5 +10,5 @@ def _poisoned(poison):
 
 @pytest.fixture
 def backend(kernel_backend):
-    """Each backend that can run here, by name; one without the test's dtype is skipped."""
+    """Each backend that can run here, by name."""
     return kernel_backend

@@ -147,16 +147,15 @@ def test_gradients_that_are_not_contiguous(server):
 
 
 @pytest.mark.parametrize(("heads", "window"), [((H, H), None), ((4, 2), (3, 0))])
-@pytest.mark.parametrize("by", ["cpu", "triton"])
-def test_dropout_by_seed(heads, window, by):
+@pytest.mark.parametrize("server", ["cpu", "triton"], indirect=True)
+def test_dropout_by_seed(heads, window, server):
     """Our masks are the reference's for the seed."""
-    if backends.refusal("attention", by, "cpu", torch.float32) is not None:
-        pytest.skip(f"{by} does not run here")
     leaves, args = operands([4, 6], [4, 6], heads), ([4, 6], [4, 6], False)
     grad = torch.randn(leaves[0].shape)
     options = {"dropout_p": 0.4, "seed": torch.tensor(7), "window": window}
     runs = [
-        results(leaves, torch.float32, grad, *args, backend=b, **options) for b in (by, "reference")
+        results(leaves, torch.float32, grad, *args, backend=b, **options)
+        for b in (server, "reference")
     ]
     for name in "oqkv":
         torch.testing.assert_close(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-5)

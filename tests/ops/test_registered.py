@@ -12,7 +12,20 @@ from deepfast.cases.case import tuple_of
 from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
 from tests.kernels.agreement import ABSENT, numbers
-from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results, serves
+from tests.ops.cases import (
+    EVERY,
+    NAMES,
+    RMS,
+    SERVED,
+    SERVED_BY_ANY,
+    Call,
+    D,
+    P,
+    T,
+    equal,
+    operator,
+    results,
+)
 
 DROPOUT = [0.0, P]
 
@@ -32,10 +45,10 @@ BACKENDS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+@SERVED_BY_ANY
 @BACKENDS
 @pytest.mark.parametrize("name", EVERY)
 def test_opcheck(any_backend, name, p):
-    serves(name, any_backend)
     opcheck(*Call(name, any_backend, p).operator())
 
 
@@ -45,11 +58,11 @@ def test_opcheck_of_the_compiled_launches(name):
     opcheck(operator(name), tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
 
 
+@SERVED_BY_ANY
 @BACKENDS
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_the_operator_is_the_function(any_backend, name, p):
     """Eager code bypasses the dispatcher and gives the same bits."""
-    serves(name, any_backend)
     c = Call(name, any_backend, p)
     operator, arguments = c.operator()
     count = len(c.run(*c.leaves))
@@ -68,9 +81,9 @@ AUTOCAST = {
 """The dtypes of an op's results under bf16 autocast."""
 
 
+@SERVED
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_autocast_of_the_operator(backend, name):
-    serves(name, backend)
     c = Call(name, backend, 0.0)
     operator, arguments = c.operator()
     with torch.autocast("cpu", torch.bfloat16):

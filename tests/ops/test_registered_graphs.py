@@ -15,13 +15,14 @@ from deepfast import ops
 from deepfast.cases import ops as cases
 from tests.ops.cases import (
     NAMES,
+    SERVED,
+    SERVED_BY_ANY,
     Call,
     D,
     equal,
     of_any_length,
     operator,
     results,
-    serves,
 )
 
 # Compiled every day with Triton's kernels, the other ops with the CPU's.
@@ -33,6 +34,7 @@ def randn(*shape):
 
 
 # Without a seed the graph is the same on every backend.
+@SERVED_BY_ANY
 @pytest.mark.parametrize(
     ("name", "any_backend", "p"),
     [
@@ -50,7 +52,6 @@ def randn(*shape):
 )  # fmt: skip
 def test_compiles_to_one_graph(name, any_backend, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
-    serves(name, any_backend)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     form, counts = of_any_length(name, any_backend, p), []
@@ -93,10 +94,10 @@ def test_compiles_with_inductor(backend, monkeypatch, tmp_path):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@SERVED
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_replays_dropout(backend, name, monkeypatch):
     """The seed comes from torch's generator, which checkpointing restores."""
-    serves(name, backend)
     if name != "feed_forward":  # The seeds of its call follow each other.
         monkeypatch.setattr(cases, "SEED", None)
     c = Call(name, backend)
