@@ -56,13 +56,11 @@ ATTENTION = [{}, {"block": 2}, {"window": 3}, {"score_function": "relu"}, {"norm
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", ATTENTION, ids=str)
-def test_attention_residuals_agree(tolerances, options, dtype):
-    reason = backend.refusal("attention_boundary", "triton", "cpu", torch.float32)
-    if reason is not None:
-        pytest.skip(f"{reason}; tests/gpu covers the engine on a GPU")
+@pytest.mark.parametrize("server", ["triton"], indirect=True)
+def test_attention_residuals_agree(server, tolerances, options, dtype):
     with backend.record() as seen:
-        got = residuals("triton", dtype, options)
-    assert set(seen) == {("attention_boundary", "triton")}
+        got = residuals(server, dtype, options)
+    assert set(seen) == {("attention_boundary", server)}
     plain, exact = (residuals("reference", d, options) for d in (dtype, torch.float64))
     tolerances.assert_all_accurate(got, plain, exact, dtype)
 
