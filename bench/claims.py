@@ -56,10 +56,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return live.peak
 
 
-def mixing(module: Connection, forms: dict) -> Forms:
+def mixing(module: Connection, forms: dict, tokens: int = TOKENS) -> Forms:
     """Each form of the connection of a whole stack whose layers do nothing, on the same weights and
     input."""
-    y, grad = torch.randn(TOKENS, DIM, requires_grad=True), torch.randn(TOKENS, DIM)
+    y, grad = torch.randn(tokens, DIM, requires_grad=True), torch.randn(tokens, DIM)
     return {name: partial(mixing_alone, form, module, y, grad) for name, form in forms.items()}
 
 
@@ -111,11 +111,11 @@ def dlcl(claims: Claims) -> None:
 def attnres(claims: Claims) -> None:
     """Full attention residuals: the mixing and a step."""
 
-    def make(sources: int) -> Forms:
+    def make(sources: int, tokens: int = TOKENS) -> Forms:
         residuals = AttentionResiduals(sources - 1, DIM)
         with torch.no_grad():
             residuals.query.normal_(std=DIM**-0.5)
-        return mixing(residuals, ATTENTION_FORMS)
+        return mixing(residuals, ATTENTION_FORMS, tokens)
 
     what = "mixing of full attention residuals, forward and backward"
     runs = {sources: make(sources) for sources in (49, 97)}
@@ -125,6 +125,9 @@ def attnres(claims: Claims) -> None:
     for key, form, sources in (("list_97", "list", 97), ("stack_49", "stack", 49)):
         about = f"{what}: a {form} over deepfast, {sources} sources, {SIZES}"
         claims.times(f"attnres_{key}", about, runs[sources], form, "deepfast")
+    deep = {str(layers): make(layers + 1, 512)["deepfast"] for layers in (48, 192)}
+    about = f"{what}: 192 layers over 48, T=512, D={DIM}, fp32, one thread"
+    claims.times("attnres_growth_192", about, deep, "192", "48")
     steps = {name: step(48, name) for name in ("residual", "attnres")}
     about = f"step: attention residuals, two reads a layer, over plain residual, L=48, {SIZES}"
     claims.times("step_attnres_48", about, steps, "attnres", "residual")

@@ -223,8 +223,6 @@ def boundary_bwd_kernel(
         # Used last, but loaded now, so that they arrive while the near states are summed.
         b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
         b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
-        if p_pulled is not None:
-            b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
         if p_dx is not None:
             b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
@@ -256,8 +254,9 @@ def boundary_bwd_kernel(
         b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
+        # Loaded here, because above its fp32 values would be too many for the registers.
         if p_pulled is not None:
-            b_u += b_pulled.to(tl.float32)
+            b_u += load_tile(p_pulled, s_pulled, o_row, o_d, m)
         o_grad = o_row * s_grad + o_d
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
         fresh = entry(begin) < tl.num_programs(0) * BT

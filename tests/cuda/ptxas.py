@@ -150,7 +150,7 @@ for dtype in torch.bfloat16, torch.float16:
     for rows in range(8), range(16):
         rows = list(rows)
         LAUNCHES["mix_rows"].by_name(ops.mix_rows)(
-            states=states, sources=[16], weight=torch.ones(20, 20), rows=rows, out=states,
+            states=states, sources=[16], weight=torch.ones(20, 20), rows=rows, out=states.float(),
             out_rows=rows, accumulate=False,
         )
 """
