@@ -1,8 +1,8 @@
 """The compiled library of C++ ops, deepfast._C: its path, how it is loaded, and why it cannot be.
 
 Its file name contains a digest of its sources, so a library that was compiled from other sources is
-never loaded, and says whether it has CUDA. `deepfast build` writes it into the package. Where that
-folder is read-only, it writes into the user's cache folder, below the version of torch.
+never loaded. The name also says whether it has CUDA. `deepfast build` writes it into the package.
+Where that folder is read-only, it writes into the user's cache folder, below the version of torch.
 """
 
 import functools
@@ -79,7 +79,7 @@ def load() -> tuple[ModuleType | None, str | None]:
         reason = (
             f"the C++ ops do not match: {path} is built from other sources or for another torch"
         )
-    # Of two libraries with CUDA, or without, the package's own: environments share the cache.
+    # First those with CUDA. Environments share the cache, so the package's own library comes first.
     places = (place(cuda) for cuda in (True, False) for place in (in_package, in_cache))
     for path in filter(os.path.exists, places):
         spec = importlib.util.spec_from_file_location("deepfast._C", path)

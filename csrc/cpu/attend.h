@@ -105,22 +105,30 @@ template <class T, class F>
 DEEPFAST_INLINE void for_batches(int64_t begin, int64_t end, int64_t rows, int64_t dim,
                                  const F& f) {
   constexpr int64_t kMost = kBatch<compute_t<T>>;
-  const int64_t fit = kCached / (rows * dim * static_cast<int64_t>(sizeof(T)) + 1);
+  const int64_t bytes = rows * dim * static_cast<int64_t>(sizeof(T));
+  const int64_t fit = bytes > 0 ? kCached / bytes : kMost;
   const int64_t most = fit < 1 ? 1 : fit < kMost ? fit : kMost;
   for (int64_t t = begin; t < end; t += most) f(t, end - t < most ? end - t : most);
 }
 
 // Calls f(t, n, first, last) for batches and, of each, for parts [first, last) of its `rows` rows. So
 // many rows as there are layers do not fit into the cache, and a batch of fewer tokens would leave
-// lanes empty.
+// lanes empty. The parts have about the same size, because each reads and writes all results.
 template <class T, class F>
 DEEPFAST_INLINE void for_parts(int64_t begin, int64_t end, int64_t rows, int64_t dim, const F& f) {
   constexpr int64_t kTokens = kBatch<compute_t<T>>;
   const int64_t fit = kCached / (kTokens * dim * static_cast<int64_t>(sizeof(T)));
-  const int64_t part = fit < kGroup ? kGroup : fit;
-  for_batches<T>(begin, end, part < rows ? part : rows, dim, [&](int64_t t, int64_t n) {
-    for (int64_t first = 0; first < rows; first += part)
-      f(t, n, first, first + part < rows ? first + part : rows);
+  const int64_t most = fit < kGroup ? kGroup : fit / kGroup * kGroup;
+  const int64_t parts = (rows + most - 1) / most;
+  const int64_t groups = parts > 0 ? (rows + parts * kGroup - 1) / (parts * kGroup) : 0;
+  const int64_t part = groups * kGroup < rows ? groups * kGroup : rows;
+  for_batches<T>(begin, end, part, dim, [&](int64_t t, int64_t n) {
+    int64_t first = 0, last;
+    do {
+      last = first + part < rows ? first + part : rows;
+      f(t, n, first, last);
+      first = last;
+    } while (first < rows);
   });
 }
 
