@@ -16,8 +16,8 @@ enum class Storage { f32, f64, bf16, f16 };
 
 DEEPFAST_VIEW int64_t compute_size(Storage s) { return s == Storage::f64 ? 8 : 4; }
 
-// A (T, D) matrix of the storage type, or sums of the compute type; rows may be strided, columns are contiguous. Null data is a
-// missing operand.
+// A (T, D) matrix of the storage type, or sums of the compute type; rows may be strided, columns are
+// contiguous. Null data is a missing operand.
 struct Matrix {
   void* data = nullptr;
   int64_t row_stride = 0;
