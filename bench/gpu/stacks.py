@@ -151,15 +151,17 @@ class Boundary:
             if end - start == stack.block:
                 for name, calls in self.calls.items():
                     calls.append(stack.operands(name, **given))
+        # Plain code has its partial sums in the dtype of the states.
+        self.partials = [call["partial"].to(BF16) for call in self.calls["boundary_forward"]]
 
     def plain(self) -> list:
         """The forward in torch's ops."""
         found = []
-        for call in self.calls["boundary_forward"]:
+        for call, older in zip(self.calls["boundary_forward"], self.partials, strict=True):
             first, k = call["near"][0], call["k"]
             norm = [call[f"out_norm_{name}"].to(BF16) for name in ("weight", "bias")]
             found.append(plain_boundary(
-                call["branch"], call["residual"], call["partial"], call["states"][first:k].unbind(),
+                call["branch"], call["residual"], older, call["states"][first:k].unbind(),
                 call["weight"][k, first : k + 1].to(BF16), norm, norm, DROPOUT,
             ))  # fmt: skip
         return found
