@@ -16,7 +16,7 @@ help:
 	@echo "make test-all run these tests, then those for each three values and what starts processes"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
-	@echo "make report   measure, train a 30-layer model, write report/index.html: about 7 minutes"
+	@echo "make report   measure, train a 30-layer model, write report/index.html: about 9 minutes"
 	@echo "make gpu      on a GPU: stages in the order of their worth, or some with STAGE='right ratio';"
 	@echo "              each takes under four minutes and adds to bench/results; installs nothing"
 	@echo "make docs     build the site of docs/ into build/site; broken links are errors"
