@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
 
 # `make setup` installs every other package that a test asks for by `pytest.importorskip`.
 MAY_BE_MISSING = {
-    "x_transformers": "the tests of its integrators are run by hand",
+    "x_transformers": "only the tests of its own integrators need it",
 }
 
 

@@ -117,11 +117,13 @@ def _forward(a):
     _, _, correct, dhidden, dweight, dbias, _ = _fake(a)
     correct.zero_()
     projection, shift = weight.to(dtype), None if a.bias is None else a.bias.to(dtype)
-    # With AMX torch's product also reads behind the last column, and multiplies that by 0.
-    buffer, narrow = (
-        hidden.new_zeros(n, -(-V // ALIGNED) * ALIGNED, dtype=kind)[:, :V]
-        for kind, n in ((wide, chunk), (dtype, 0 if wide == dtype else chunk))
-    )
+    buffers = []
+    for kind, n in ((wide, chunk), (dtype, 0 if wide == dtype else chunk)):
+        padded = hidden.new_empty(n, -(-V // ALIGNED) * ALIGNED, dtype=kind)
+        # With AMX torch's product also reads behind the last column, and multiplies that by 0.
+        padded[:, V:].zero_()
+        buffers.append(padded[:, :V])
+    buffer, narrow = buffers
     losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
     if T == 0:
         dweight.zero_(), dbias.zero_()
