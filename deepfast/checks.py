@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
-from deepfast import renamed
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -143,8 +141,7 @@ def choice(op: str, allowed: Iterable[object], **values: object) -> None:
         # Compare types first, because ``==`` is elementwise for arrays and tensors.
         if not any(type(value) is type(one) and value == one for one in allowed):
             known = ", ".join(map(str, allowed))
-            got = shown(value) + renamed.hint(value, allowed)
-            raise ValueError(f"{op}: {name} must be one of {known}, got {got}")
+            raise ValueError(f"{op}: {name} must be one of {known}, got {shown(value)}")
 
 
 def flag(op: str, **values: bool) -> None:

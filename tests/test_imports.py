@@ -13,19 +13,18 @@ PACKAGE = ROOT / "deepfast"
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
 #   -> launches, reference, library; machine is above backend
-#   checks, connections, dtypes, files and renamed lie at the bottom.
+#   checks, connections, dtypes and files lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "connections", "dtypes", "files", "renamed", "version"}
+BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth", "memory"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
 ALLOWED = {
     "version": set(),
-    "checks": {"renamed"},
+    "checks": set(),
     "connections": set(),
     "dtypes": set(),
     "files": set(),
-    "renamed": set(),
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),

@@ -20,14 +20,12 @@ from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
 from deepfast.nn.connections.dlcl import dlcl_options
-from deepfast.renamed import names_arguments
 
 OP = "deepfast.connect"
 WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module"}
 """The only child of torch's wrappers: of torch.compile, of DataParallel and its kind, of FSDP."""
 
 
-@names_arguments
 def connect(
     parent: nn.Module,
     layers: str | None = None,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepfast import checks, renamed
+from deepfast import checks
 from deepfast.attach.parent import attachment_of, connect
 from deepfast.attach.passes import NAME, POLICIES
 
@@ -101,7 +101,6 @@ class _Connected:
     def __init__(self, config, *args, **kwargs):
         _, connections, running = self.connected_parts
         saved = getattr(config, CONFIG, None)
-        saved = saved and [renamed.options(settings) for settings in saved]
         wanted = [dict(s) for s in connections] or saved
         if not wanted:
             raise ValueError(

@@ -41,11 +41,6 @@ COMMANDS = {
 }
 """By name; a group comes before its commands."""
 
-RENAMED = {"prove": "selfcheck"} | {
-    name.removeprefix("mt "): name for name in COMMANDS if name.startswith("mt ")
-}
-"""Names of earlier versions, and the new ones."""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code. Argparse itself exits with 2."""
@@ -59,9 +54,6 @@ def main(argv: list[str] | None = None) -> int:
     wanted = " ".join(words[: 2 if words[:1] == ["mt"] else 1])
     name = f"deepfast {wanted}".rstrip()
     closed = _replace_closed_streams(wanted)
-    if wanted in RENAMED:
-        print(f"{name}: this command is now deepfast {RENAMED[wanted]}", file=sys.stderr)
-        return 2
     try:
         if any(word == "" or re.fullmatch("--[a-z-]+=", word) for word in argv):
             raise ValueError(f"expected text in every argument, got an empty one in {argv}")

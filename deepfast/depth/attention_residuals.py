@@ -14,7 +14,6 @@ from deepfast.depth.schedule import FarPass, block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.attention_residual import residual_score
-from deepfast.renamed import names_arguments
 
 
 class AttentionPass(DepthPass):
@@ -171,7 +170,6 @@ class AttentionResiduals(DepthConnection):
 
     name, pass_kind = "AttentionResiduals", AttentionPass
 
-    @names_arguments
     def __init__(
         self,
         num_layers: int,

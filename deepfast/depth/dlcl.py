@@ -13,7 +13,6 @@ from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.rows import Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
-from deepfast.renamed import names_arguments
 
 
 class ConstantPass(DepthPass):
@@ -182,7 +181,6 @@ class DLCL(DepthConnection):
 
     name, pass_kind = "DLCL", ConstantPass
 
-    @names_arguments
     def __init__(
         self,
         num_layers: int,

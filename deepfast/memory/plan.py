@@ -12,7 +12,6 @@ from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
-from deepfast.renamed import names_arguments
 
 FREE = ("budget", "num_layers", "dim", "tokens")
 """`plan` needs at least three of them."""
@@ -24,7 +23,6 @@ class DoesNotFitError(ValueError):
     """The budget is too small even for the smallest size."""
 
 
-@names_arguments
 def plan(
     *,
     budget: str | int | None = None,

@@ -17,7 +17,6 @@ as "layer+input". Every policy gives the same losses and gradients; on a CPU in 
 
 from collections.abc import Sequence
 
-from deepfast import renamed
 from deepfast.connections import names
 
 POLICIES = ("none", "ffn", "ffn+qkv", "layer", "layer+input")
@@ -53,8 +52,8 @@ def resolve(
         )
     for policy in recompute:
         if policy not in POLICIES:
-            got = f"{policy!r}{renamed.hint(policy, POLICIES)}"
-            raise ValueError(f"{argument}: expected one of {', '.join(POLICIES)}, got {got}")
+            known = ", ".join(POLICIES)
+            raise ValueError(f"{argument}: expected one of {known}, got {policy!r}")
     if len(recompute) != num_layers:
         raise ValueError(
             f"{argument}: expected one policy for each of {num_layers} layers, got {len(recompute)}"

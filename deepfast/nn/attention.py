@@ -17,7 +17,6 @@ from deepfast.nn.packing import Packing
 from deepfast.nn.recompute import Kept, Recompute, check_input, not_saved, plain
 from deepfast.ops import common, decoding, torch_attention
 from deepfast.ops.attention import Window, window_sides
-from deepfast.renamed import names_arguments
 
 FEW = 16
 """Queries a sentence up to which one pass over the keys for each beats matrix products."""
@@ -89,7 +88,6 @@ class MultiheadAttention(nn.Module):
     queries; Beltagy et al. 2020 for windows.
     """
 
-    @names_arguments
     def __init__(
         self,
         dim: int,

@@ -23,13 +23,11 @@ from deepfast.nn.layer_norm import NORMS, LayerNorm, Norm, RMSNorm, add_norm, pl
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import Recompute
 from deepfast.ops.attention import Window
-from deepfast.renamed import names_arguments
 
 
 class _Layer(nn.Module):
     """What encoder and decoder layers share: submodules, sizes and the recompute policy."""
 
-    @names_arguments
     def __init__(
         self,
         dim: int,

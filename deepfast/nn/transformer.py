@@ -16,7 +16,6 @@ from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
 from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window
 from deepfast.ops.decoding import compiled
-from deepfast.renamed import names_arguments
 
 SCALED = "deepnorm", "keel"
 """Norms of a stack that are post-norm with a scaled residual."""
@@ -32,7 +31,6 @@ class _Stack(nn.Module):
     # A ModuleList, whose type does not say that of its elements.
     layers: Sequence[TransformerEncoderLayer | TransformerDecoderLayer]
 
-    @names_arguments
     def __init__(
         self,
         num_layers: int,

@@ -86,7 +86,6 @@ CALLS = [
      "not a subclass of one, got Subclass"),
     (lambda: connect(Loop(), norm="both"), ValueError, "norm must be"),
     (lambda: connect(Loop(), norm="pre", recompute="ffn"), ValueError, "recompute must be"),
-    (lambda: connect(Loop(), norm="pre", recompute="states"), ValueError, "which is now 'layer'$"),
     (lambda: connect(torch.compile(Loop()), norm="pre"), ValueError,
      "one in OptimizedModule; connect the model before you wrap it"),
     (lambda: connect(nn.DataParallel(Loop()), "module.blocks", norm="pre"), ValueError,

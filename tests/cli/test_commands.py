@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from deepfast.cli import COMMANDS, RENAMED, main
+from deepfast.cli import COMMANDS, main
 
 TOP = ["info", "build", "selfcheck", "bench", "report", "plan", "mt"]
 MT = [
@@ -34,14 +34,3 @@ def test_each_command_has_a_help_with_an_example(capsys, name):
     said = capsys.readouterr().out
     assert said.startswith(f"usage: deepfast {name} ")
     assert f"example:\n  deepfast {name}" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "now"), [("prove", "selfcheck"), *((name, f"mt {name}") for name in MT)]
-)
-def test_an_earlier_name_says_the_new_one(capsys, name, now):
-    assert RENAMED[name] == now
-    assert main([name, "--no-such-option", "x"]) == 2
-    said = capsys.readouterr()
-    assert said.err == f"deepfast {name}: this command is now deepfast {now}\n"
-    assert said.out == ""

@@ -4,7 +4,7 @@ A checkpoint is a dict, written by `torch.save`, that loads with ``weights_only=
 needs these keys:
 
     format       "deepfast-checkpoint"
-    version      2; files of version 1 have keys of options that were renamed since
+    version      2
     kind         one of `deepfast.mt.models.KINDS`; "transformer" where it is absent
     config       the fields of that kind's config
     model        the model's state dict
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast import renamed
 from deepfast.mt.models import KINDS
 from deepfast.mt.models.interface import TranslationModel
 from deepfast.mt.models.transformer_config import without_unread
@@ -52,7 +51,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
         optimizer: False leaves the optimizer's state of a folder out.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of a newer
+        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of another
             version.
     """
     path = Path(path)
@@ -63,11 +62,6 @@ def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> 
         content = read_folder(path, optimizer=optimizer)
     else:
         content = read_file(path)
-    if content["version"] == 1:
-        content["version"] = VERSION
-        for key, rename in (("config", renamed.options), ("recipe", renamed.recipe)):
-            if isinstance(content.get(key), dict):
-                content[key] = rename(content[key])
     vocabulary = content.get("vocabulary", b"")
     if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
         # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
@@ -84,7 +78,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """`read_checkpoint` for a file. Compares its check sums, which torch.load does not do.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of a newer
+        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of another
             version.
     """
     # Opening a pipe would wait for a writer.
@@ -117,14 +111,9 @@ def read_file(path: Path) -> dict[str, Any]:
             f"{path}: expected a deepfast checkpoint, got other torch.save content"
         )
     version = content.get("version")
-    if not isinstance(version, int) or version < 1:
+    if version != VERSION:
         raise CheckpointError(
-            f"{path}: expected a checkpoint of version 1 or later, got {version!r}"
-        )
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path}: the checkpoint was written by a newer deepfast: expected version {VERSION} "
-            f"at most, got {version}"
+            f"{path}: expected a checkpoint of version {VERSION}, got version {version!r}"
         )
     return content
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepfast import renamed
 from deepfast.checks import shown
 from deepfast.files import require
 from deepfast.mt.models import KINDS
@@ -278,10 +277,7 @@ def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
         elif key not in KEYS:
             key = f"{key:.100}"
             near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
-            hint = f"the nearest known key is {near}"
-            if name in renamed.KEYS:
-                hint = f"it is now {prefix}{renamed.KEYS[name]}"
-            raise RecipeError(f"{where}: unknown key {key}, {hint}")
+            raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
         else:
             flat[key] = convert(key, value, KEYS[key])
     return flat

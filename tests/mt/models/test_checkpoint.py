@@ -133,11 +133,11 @@ LACKS = ...
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 3}, "by a newer deepfast: expected version 2 at most, got 3"),
+        ({"version": 3}, "expected a checkpoint of version 2, got version 3"),
         ({"config": LACKS, "vocabulary": LACKS}, "the checkpoint lacks config, vocabulary"),
         *(({"model": {"embedding.weight": weight}}, "embedding.weight must be a tensor of floati")
           for weight in (3, torch.zeros(11, 16, dtype=torch.int64))),
-        ({"version": None}, "expected a checkpoint of version 1 or later, got None"),
+        ({"version": None}, "expected a checkpoint of version 2, got version None"),
         ({"kind": ["transformer"]}, r"that this deepfast knows \(.*\), got \['transformer'\]"),
         ({"config": CONFIG | {"languages": None}}, "languages must be a dict, got None"),
         ({"config": CONFIG | {"dlcl": [1]}}, "config cannot be used .*: dlcl must be a dict, got"),

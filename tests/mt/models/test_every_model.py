@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_torchs_on_the_logits(name):
 @pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "mudd", "as the code"])
 def test_a_checkpoint_gives_the_same_model(name, tmp_path):
     model = make(name, torch.float32)
-    content = {"format": "deepfast-checkpoint", "version": 1, "kind": kind_of(model.config),
+    content = {"format": "deepfast-checkpoint", "version": 2, "kind": kind_of(model.config),
                "config": asdict(model.config), "model": model.state_dict(),
                "vocabulary": b"pieces"}  # fmt: skip
     torch.save(content, tmp_path / "model.pt")

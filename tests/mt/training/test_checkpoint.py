@@ -41,7 +41,7 @@ def test_other_content_is_one_sentence(tmp_path, changes, message):
     save_checkpoint(path, content() | changes)
     with pytest.raises(CheckpointError, match=rf"^{path}: .*{message}"):
         load_checkpoint(path)
-    torch.save({"format": module.FORMAT, "version": 1, "step": 1}, path)
+    torch.save({"format": module.FORMAT, "version": module.VERSION, "step": 1}, path)
     with pytest.raises(CheckpointError, match=f"^{path}: the checkpoint lacks config, model, voca"):
         load_checkpoint(path)
 
