@@ -2,16 +2,13 @@
 
     python -m bench.sweeps cost multi30k-depth data.train_source=TEXT/train.en ... --rounds 30
     python -m bench.sweeps rows multi30k-depth bench/results/depth
-    python -m bench.sweeps cost language-model train=TEXT/train.en dev=TEXT/val.en
     python -m bench.sweeps cut multi30k-depth runs/multi30k-depth-sweep
-    python -m bench.sweeps rows language-model bench/results/depth_language
 
 `cost`: all systems of a recipe, or the first and those of `--only`, take turns in one process with
 a training step on the same batch, one thread. `rows`: mean and standard deviation of dev NLL and
 BLEU, their difference to the baseline and those of `PAIRS` with 95% t intervals, and the picture of
 dev NLL over that time. `cut`: what the layers above a number give to the output of DLCL, from the
-checkpoints that a sweep leaves. All write to bench/results/results.csv. language-model stands for
-the systems of `bench.language_model`.
+checkpoints that a sweep leaves. All write to bench/results/results.csv.
 """
 
 import argparse
@@ -19,11 +16,9 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench import language_model
 from bench.record import read, record
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.sweep_picture import draw_learning
@@ -49,18 +44,8 @@ PAIRS = (
     ("DLCL, 6 layers", "pre-norm, 1 layer"),
     ("DLCL, 24 layers", "DLCL, 6 layers"),
     ("attention residuals, 24 layers", "attention residuals, 6 layers"),
-    ("attention residuals", "attention residuals, 8 blocks"),
-    ("attention residuals, additive", "attention residuals"),
 )
 """Systems that are compared with another one than the first."""
-
-
-LANGUAGE = "language-model"
-
-
-def points(recipe: str) -> list[Point]:
-    """The systems of a recipe, or of `bench.language_model`."""
-    return language_model.POINTS if recipe == LANGUAGE else systems(recipe)[0]
 
 
 def words(text: str) -> str:
@@ -76,18 +61,14 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
     """Records the time and the peak memory of a step of every system."""
     torch.set_num_threads(1)
     keep_memory()
-    chosen = points(recipe)
+    chosen = systems(recipe)[0]
     first = chosen[0]
     chosen = list(dict.fromkeys([first, *named(chosen, only)]))
-    trainers: dict[Point, Any] = {}
-    if recipe == LANGUAGE:
-        texts = dict(text.split("=", 1) for text in overrides)
-        trainers |= language_model.trainings(texts, chosen)
-    else:
-        for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
-            # A corpus of its own, so that all see the same batches.
-            corpus = load_corpus(run.recipe.data, seed=1, folder=None)
-            trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
+    trainers = {}
+    for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
+        # A corpus of its own, so that all see the same batches.
+        corpus = load_corpus(run.recipe.data, seed=1, folder=None)
+        trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
     steps = {point: trainer.train_step for point, trainer in trainers.items()}
     seconds = interleave(steps, repeats=rounds)
     peaks = {point: trainer.measure() for point, trainer in trainers.items()}
@@ -110,7 +91,7 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
     """Records the dev NLL of a DLCL system's checkpoints where the encoder's output reads no layer
     above a number, less that of the whole encoder."""
     torch.set_num_threads(1)
-    (point,) = named(points(recipe), [name])
+    (point,) = named(systems(recipe)[0], [name])
     found: dict[int | None, list[float]] = {}
     for place in sorted((folder / point.folder).glob("seed-*")):
         loaded, _ = load_model(place / "run" / BEST)
@@ -144,7 +125,7 @@ def rows(folder: Path, point: Point) -> list[Result]:
 
 def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     """Key of a number -> the number, what stands behind it, its unit, and what it is."""
-    chosen = points(recipe)
+    chosen = systems(recipe)[0]
     called, found = {point.name: point for point in chosen}, {}
     runs = {point: rows(folder, point) for point in chosen}
     for point in chosen:
@@ -174,7 +155,7 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
 def picture(recipe: str, folder: Path, path: Path) -> bool:
     """Draws dev NLL over steps and over time, in steps of the baseline, of the systems whose cost
     was measured; returns whether there are any."""
-    chosen = points(recipe)
+    chosen = systems(recipe)[0]
     numbers = {name: row.value for (name, _), row in read().items()}
     # A step of another rate or warm-up costs the same.
     models = [[text for text in point.own if text.startswith("model")] for point in chosen]

@@ -96,6 +96,37 @@ def test_latent_mlm_without_norms(load, tmp_path, capsys, monkeypatch, static):
     assert ("layers stay" in capsys.readouterr().out) == (not static)
 
 
+def test_language_model(load, capsys):
+    example = load("language_model.py")
+    lines = [f"a man {verb} the {color} dog {k}" for verb in ("sees", "finds", "calls")
+             for color in ("red", "old", "big") for k in range(10)]  # fmt: skip
+    sizes = {"layers": 3, "dim": 16, "heads": 2, "ffn_dim": 24, "length": 12, "dropout": 0.0}
+    example.EVERY, example.WARMUP = 3, 2
+    tokens = torch.randint(60, (2, 13))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 60
+    found = {}
+    for name in example.CONNECTIONS:
+        torch.manual_seed(4)
+        model = example.Model(name, 60, **sizes)
+        found[name] = model.loss(tokens).item()
+        model.eval()
+        same = (model(tokens[:, :-1]) == model(changed[:, :-1])).all(-1).all(0)
+        # No position reads a later token.
+        assert same.tolist() == [True] * 7 + [False] * 5
+        again = [
+            example.train((lines, lines), name, steps=7, lr=1e-2, vocab_size=60, **sizes)
+            for _ in range(2)
+        ]
+        assert again[0] == again[1]
+        assert again[0][-1] < again[0][0]
+        assert f"{name}: lowest dev NLL " in capsys.readouterr().out
+    assert found["none"] == found["denseformer"] == found["additive"]
+    assert len(set(found.values())) == 4
+    with pytest.raises(ValueError, match="expected texts of more than 12 tokens"):
+        example.train((lines, lines[:1]), "none", steps=1, vocab_size=60, **sizes)
+
+
 def test_fsdp(load, one_rank, capsys):
     losses = load("fsdp.py").train(layers=2, dim=16, steps=10)
     assert losses[-1] < losses[0]

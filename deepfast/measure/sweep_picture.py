@@ -16,7 +16,7 @@ from typing import Any
 from deepfast.files import write_atomically
 from deepfast.measure.pictures import GREY, WIDTH, picture
 from deepfast.mt.sweep.grid import Pilots, Point
-from deepfast.mt.sweep.table import MEANING, Results, diverged, known, page
+from deepfast.mt.sweep.table import Results, diverged, known, page
 
 PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
 """What a run's result has -> the title of its panel."""
@@ -85,10 +85,9 @@ def write_page(
     command: str,
     pilots: Pilots | None,
     tried: Mapping[Point, Results],
-    meaning: str = MEANING,
 ) -> None:
     """Writes the page of a sweep and its pictures into its folder, see `page`."""
-    text = page(results, command, pilots, tried, meaning)
+    text = page(results, command, pilots, tried)
     write_atomically(folder / "sweep.md", text.encode())
     draw(results, list(results), folder / "sweep.svg")
     draw_learning(results, folder / "sweep_curves.svg")

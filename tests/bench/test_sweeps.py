@@ -8,13 +8,12 @@ from importlib.metadata import version
 
 import pytest
 
-from bench import language_model, sweeps
+from bench import sweeps
 from bench.record import FILE, read
-from bench.sweeps import LANGUAGE
 from deepfast.cli import main
 
 RESULTS = FILE.parent
-SWEEPS = {"depth": "multi30k-depth", "depth_phrases": "phrases-depth", "depth_language": LANGUAGE}
+SWEEPS = {"depth": "multi30k-depth", "depth_phrases": "phrases-depth"}
 """Folder -> the recipe of its systems."""
 NOISE = 0.005
 """Nats between processors. On one processor the losses are the same, bit for bit; with AVX2 in
@@ -30,11 +29,7 @@ def test_the_page_and_the_pictures_are_those_of_the_rows(name, tmp_path):
         path.unlink()
     command = shlex.split(re.search(r"^`(.*)`$", (kept / "sweep.md").read_text(), re.MULTILINE)[1])
     output = ["--jobs", "0", "--output", str(tmp_path / name)]
-    if SWEEPS[name] == LANGUAGE:
-        words = command[command.index("bench.language_model") + 1 :]
-        assert language_model.main([*words, *output]) == 0
-    else:
-        assert main([*command[1:], *output]) == 0
+    assert main([*command[1:], *output]) == 0
     made = {path.name: path.read_text() for path in (tmp_path / name).glob("sweep*.[ms][dv]*")}
     assert {"sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg"} <= made.keys()
     assert made["sweep.md"] == (kept / "sweep.md").read_text()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,8 +53,6 @@ class Run:
     """What people read, such as "model.encoder_layers=6"."""
     recipe: Recipe
     folder: Path
-    process: ClassVar[tuple[str, ...]] = PROCESS
-    """The command of its process, to which the folder is added."""
 
     @property
     def seed(self) -> int:
@@ -311,7 +309,7 @@ def _start(run: Run, threads: int | None) -> subprocess.Popen:
         # In a group of its own: Ctrl-C on the terminal reaches it once, from here. A second one
         # would end it before it has saved.
         return subprocess.Popen(
-            [*run.process, str(run.folder)],
+            [*PROCESS, str(run.folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
             process_group=0,
         )  # fmt: skip

@@ -198,14 +198,12 @@ def page(
     command: str,
     pilots: Pilots | None = None,
     tried: Mapping[Point, Results] | None = None,
-    meaning: str = MEANING,
 ) -> str:
     """The whole file: a line for every point, and what failed.
 
     Args:
         results: the first line is the baseline.
         tried: the results of the pilots of every point.
-        meaning: what the columns of results are.
     """
     first, base = next(iter(results.items()))
     keys = [key if key == SYSTEM else f"`{key}`" for key in first.keys]
@@ -238,7 +236,7 @@ def page(
 {table([*keys, *LEARNED], rows)}
 ![dev NLL and BLEU](sweep.svg)
 
-Mean and standard deviation over the seeds. {meaning} *difference*: to {first.name}, seed by seed;
+Mean and standard deviation over the seeds. {MEANING} *difference*: to {first.name}, seed by seed;
 *diverged*: a loss that is not finite, or a last dev NLL of more than {WORSE} times the best. A run
 that learns nothing does not count as diverged.
 {_noise(many)}{SENTENCES if sampled else ""}

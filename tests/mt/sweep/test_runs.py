@@ -40,7 +40,7 @@ found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": lay
 def _script(tmp_path, monkeypatch):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    monkeypatch.setattr(module.Run, "process", (sys.executable, "-S", str(path)))
+    monkeypatch.setattr(module, "PROCESS", (sys.executable, "-S", str(path)))
 
 
 @pytest.fixture
