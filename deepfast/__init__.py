@@ -5,7 +5,6 @@ deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.connect  puts a depth connection into a model that you already have
 deepfast.patch    our ops in the place of a model's own norms, loss and attention
 deepfast.integrations  the names that DenseFormer's, fairseq's and x-transformers' users call
-deepfast.parallel  an encoder in the stages of a pipeline
 deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
 """
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from deepfast.version import __version__
 
 if TYPE_CHECKING:
-    from deepfast import integrations, memory, mt, nn, ops, parallel
+    from deepfast import integrations, memory, mt, nn, ops
     from deepfast.attach import connect, connected, disconnect
     from deepfast.attach.attnres import attnres_options, attnres_state_dict, load_attnres
     from deepfast.integrations.patch import patch
@@ -46,7 +45,6 @@ __all__ = [
     "mt",
     "nn",
     "ops",
-    "parallel",
     "parameter_groups",
     "patch",
 ]

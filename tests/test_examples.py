@@ -133,25 +133,14 @@ def test_fsdp(load, one_rank, capsys):
     assert "saved and loaded: True" in capsys.readouterr().out
 
 
-def test_pipeline(load, one_rank, capsys):
-    losses = load("pipeline.py").train(layers=2, dim=16, steps=12, pieces=2)
-    assert losses[-1] < losses[0]
-    assert "gathered " in capsys.readouterr().out
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "processes", "says"),
-    [("fsdp.py", 2, "saved and loaded: True"), ("pipeline.py", 4, "gathered ")],
-)
-def test_under_torchrun(python, name, processes, says):
-    """The pipeline has 48 layers."""
+def test_under_torchrun(python):
     said = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-        str(EXAMPLES / name), "--dim", "16", "--steps", "3", OMP_NUM_THREADS="1",
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(EXAMPLES / "fsdp.py"), "--dim", "16", "--steps", "3", OMP_NUM_THREADS="1",
     ).stdout  # fmt: skip
     assert "step 3: loss " in said
-    assert says in said
+    assert "saved and loaded: True" in said
 
 
 @pytest.mark.exhaustive

@@ -42,7 +42,6 @@ ALLOWED = {
     "cases": {"clock", "selfcheck", *NN},
     "attach": NN,
     "integrations": NN,
-    "parallel": NN,
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
     "mt.data": {"mt", *BOTTOM},
     "mt.models": {"mt", "mt.data", *NN},
@@ -63,7 +62,7 @@ ALLOWED = {
     },
     "__main__": {"cli"},
     # deepfast/__init__.py shows what most users need.
-    "": {"attach", "integrations", "mt", "nn", "ops", "parallel", "memory", "version"},
+    "": {"attach", "integrations", "mt", "nn", "ops", "memory", "version"},
 }
 
 

@@ -17,7 +17,7 @@ from deepfast.cli import COMMANDS
 from deepfast.mt.training.recipe_file import KEYS
 
 SNAPSHOT = Path(__file__).parent / "data" / "public_names.txt"
-MODULES = ("deepfast", "deepfast.ops", "deepfast.nn", "deepfast.parallel", "deepfast.memory")
+MODULES = ("deepfast", "deepfast.ops", "deepfast.nn", "deepfast.memory")
 OLD = {
     "heads", "norm_kind", "memory", "prove", "proof", "keep", "want_norm",
     "want_x", "width", "hidden", "inner", "d_model", "model_dim", "ffn", "vocabulary", "layers",

@@ -51,10 +51,6 @@ online softmax). Backward computes the weights again from two numbers per row an
     dz_k = sum p g_l + r_k (sum ds q_l - n_k sum ds s / D),   n_k = z_k r_k
     dq_l = sum over tokens and k of ds n_k
 
-In a stage of a pipeline a pass may begin and end outside (outside.py): its rows begin with sums
-over the states of earlier stages, and after its last state come rows that later stages go on with.
-The gradients of such sums are the g_l of their rows.
-
 To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
 `AttentionResiduals` share, checks it, begins a pass with the first one, and calls `boundary`
 (boundary.py), whose autograd node runs one boundary forward and backward. `DepthPass`

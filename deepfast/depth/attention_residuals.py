@@ -37,6 +37,7 @@ class AttentionPass(DepthPass):
         self.source_rstd: Tensor | None = self.query.new_empty(rows, tokens)
         """(L+1, T): r_k."""
         self.stats = self.query.new_empty(rows, 3, tokens) if self.kind == "softmax" else None
+        """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
         self.far_stats: Tensor | None = None
         """(B, 2, T): of the rows of one block, over the earlier states alone."""
 
@@ -49,15 +50,14 @@ class AttentionPass(DepthPass):
         super().release()
         self.source_rstd = self.stats = self.far_stats = None
 
-    def open_block(self, block: int) -> Tensor | None:
+    def open_block(self, block: int) -> None:
         if self.kind == "relu":
-            return None
+            return
         if self.far_stats is None:
             self.far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
         # Rows that several passes compute add to it.
         self.far_stats[:, 0] = float("-inf")
         self.far_stats[:, 1] = 0
-        return self.far_stats
 
     def _partial_stats(self, push: Push, partial: Tensor | None) -> Tensor | None:
         if partial is None or self.far_stats is None:
@@ -66,11 +66,10 @@ class AttentionPass(DepthPass):
         return self.far_stats[push.k - start]
 
     def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        stats = None if self.far_stats is None else self.far_stats[: sums.shape[0]]
         self.launch.attend_rows(
             states=self.states, sources=far.sources, query=self.query, bias=self.bias,
             kind=self.kind, source_rstd=self.source_rstd, rows=far.targets, out=sums,
-            out_stats=stats, out_rows=far.entries, accumulate=add,
+            out_stats=self.far_stats, out_rows=far.entries, accumulate=add,
         )  # fmt: skip
 
     def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
@@ -85,9 +84,10 @@ class AttentionPass(DepthPass):
             out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
         )  # fmt: skip
 
-    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
+    def pull(self, far: FarPass, sums: Tensor, add: bool) -> None:
         self.launch.attend_pull(
-            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
+            grads=self.grads, grad_slots=[row + self.first_grad for row in far.sources],
+            rows=far.sources,
             states=self.states, sources=far.targets, query=self.query, bias=self.bias,
             kind=self.kind, source_rstd=self.source_rstd, stats=self.stats, out=sums,
             out_rows=far.entries, accumulate=add, dquery=self.dquery, dbias=self.dbias,
@@ -262,14 +262,6 @@ class AttentionResiduals(DepthConnection):
 
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_query(), self.own_bias()
-
-    def part_parameters(
-        self, rows: Tensor, columns: Tensor, mask: Tensor, alone: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        query, bias = self.pass_parameters()
-        if bias is not None:
-            bias = bias.index_select(0, rows).index_select(1, columns) * mask + alone
-        return query.index_select(0, rows) * mask.any(1, keepdim=True), bias
 
     def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
         if self.score_function == "relu":

@@ -114,13 +114,13 @@ class Call(NamedTuple):
 
     y: Tensor
     history: DepthHistory
-    k: int | None = None
+    k: int | None
     """The argument ``index``; a named tuple has a method of that name."""
-    residual: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int | Tensor | None = None
-    out_norm: OutNorm | None = None
-    return_x: bool = True
+    residual: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    out_norm: OutNorm | None
+    return_x: bool
 
 
 class Push(NamedTuple):
@@ -170,7 +170,7 @@ class OpenPass(PerThread):
 class Parameters(torch.autograd.Function):
     """The first token of a pass. Returns the parameters' gradients when backward ends.
 
-    parameters: those whose gradients `DepthPass.take_parameter_grads` returns.
+    parameters: those whose gradients `DepthPass.take_grads` returns.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class Parameters(torch.autograd.Function):
     @common.first_order("depth connection")
     def backward(ctx, _token):
         ctx.run.check_task(torch._C._current_graph_task_id())
-        grads = ctx.run.take_parameter_grads()
+        grads = ctx.run.take_grads()
         pairs = zip(grads, ctx.needs_input_grad[1:], strict=True)
         return None, *(grad if need else None for grad, need in pairs)
 
@@ -300,7 +300,7 @@ def boundary(
     x, out, token = _apply(push, branch, residual, weight, bias, token)
     if not recomputed:
         history.token = token
-        if k == run.rows - 1 and not run.later:
+        if k == run.rows - 1:
             history.close()
             run.end_forward(history.grad_mode)
     return x, out

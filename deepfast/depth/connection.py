@@ -2,7 +2,6 @@
 it belongs to."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from deepfast import checks
 from deepfast.depth.boundary import Call, DepthHistory, Parameters, Push, boundary, nearest_passes
 from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.in_graph import CONNECTIONS
-from deepfast.depth.outside import Begun
 from deepfast.depth.rows import OutNorm
 from deepfast.depth.schedule import Pattern, Schedule, default_block
 from deepfast.depth.traced import traced
@@ -51,16 +49,10 @@ class DepthConnection(nn.Module):
     """In errors. The class of a sharded module has another name."""
     normalize_embedding = False
     norm_type = "layer"
-    begins = 0
-    """A row that begins a block."""
     # Each kind of connection has its own.
     pass_kind: type[DepthPass]
     pass_parameters: Callable[[], tuple[Tensor | None, ...]]
     """What a pass weighs the states with, with gradient; first the weights or queries."""
-    part_parameters: Callable[..., tuple[Tensor | None, ...]]
-    """(rows, columns, mask, alone) -> `pass_parameters` for R rows and R states of a pipeline
-    stage. ``rows`` and ``columns`` are their numbers here, 0 for what is not in this connection.
-    ``mask`` (R, R) is True for the pairs that are, ``alone`` 1 where a row is one state."""
     traced_row: Callable[[list[Tensor], list[int], int, Tensor, list[Tensor] | None], Tensor]
     """By registered ops: (states, their numbers, k, the first of `pass_parameters`, partial) -> row
     k, from these states and its partial sum."""
@@ -92,8 +84,6 @@ class DepthConnection(nn.Module):
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
         self.running = running or (False,) * self.rows
         self.norm, self.state_dtype, self.eps, self.backend = norm, state_dtype, eps, backend
-        # Set by `deepfast.parallel.shard_tokens`.
-        self.shards: Any = None
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
 
@@ -180,9 +170,6 @@ class DepthConnection(nn.Module):
             seed = history.state.seed(k)
         elif p > 0:
             seed = common.draw_seed(self.name, call.seed, y.device)
-        if self.shards is not None:
-            y, out_norm = self.shards.push(y, p, seed, out_norm)
-            p, seed = 0.0, None
         norm = None if out_norm is None else (out_norm.eps, out_norm.rms)
         return_x = call.return_x and not (self.norm == "post" and self.has_norm(k))
         push = Push(history.state, k, p, seed, return_x, norm, call.k is not None)
@@ -195,29 +182,18 @@ class DepthConnection(nn.Module):
         _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
     )
 
-    def _begin(
-        self,
-        y: Tensor,
-        history: DepthHistory,
-        begun: Begun | None = None,
-        sums: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:
-        """Begins the pass whose first push is y. The whole pass uses the parameters read here.
-
-        begun, sums: what rows begin with in a stage of a pipeline, and its tensors with gradient.
-        """
+    def _begin(self, y: Tensor, history: DepthHistory) -> None:
+        """Begins the pass whose first push is y. The whole pass uses the parameters read here."""
         block = history.block or default_block(self.rows, y.device.type, self.pass_kind.pulled)
         if block not in self._schedules:
-            self._schedules[block] = Schedule(self.pattern, block, self.rows, self.begins)
+            self._schedules[block] = Schedule(self.pattern, block)
         parameters = history.parameters or self.pass_parameters()
-        run = self.pass_kind(self, y, self._schedules[block], history.inplace, begun, parameters)
-        if self.shards is not None:
-            parameters = self.shards.summed(*parameters)
+        run = self.pass_kind(self, y, self._schedules[block], history.inplace, parameters)
         history.owner, history.kind, history.state = self, (y.shape, y.dtype, y.device), run
         history.grad_mode = torch.is_grad_enabled()
         history.task = torch._C._current_graph_task_id()
         if run.any_learns:
-            history.token = Parameters.apply(run, *parameters, *sums)
+            history.token = Parameters.apply(run, *parameters)
 
 
 def _check_push(connection: DepthConnection, y: Tensor, residual: Tensor | None, call: Call) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from deepfast import backend
-from deepfast.depth.outside import Begun
 from deepfast.depth.rows import NO_NORM, BlockSums, Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Schedule, one_for_all
 from deepfast.dtypes import compute_dtype
@@ -38,27 +37,22 @@ class DepthPass:
         y: the first push.
         schedule: which row reads which state when.
         inplace: whether gradients overwrite states.
-        begun: what rows begin with in a stage of a pipeline.
-        parameters: those whose gradients `take_parameter_grads` returns.
+        parameters: those whose gradients `take_grads` returns.
     """
 
     op: str
+    """The name of its launches in `deepfast.backend`."""
     pulled = 8
     """States for which a launch on a GPU reads the far gradients."""
-    """The name of its launches in `deepfast.backend`."""
-    stats: Tensor | None = None
-    """With a softmax (L+1, 3, T), of each row the largest score, sum exp(score - largest), and
-    <g, x>."""
     mix: Callable[[FarPass, Tensor, bool], None]
     """(far, sums, add). Forward: writes the sums of earlier states to ``sums`` (B, T, D), or adds
     to them."""
     forward_row: Callable[[Any, RowNorm, Pair, Pair], None]
     """(push, norm, (branch, residual), (x, out)), with a `boundary.Push`. Stores what is pushed as
     state k, and computes row k and the norm behind it. Without a branch the state is there."""
-    pull: Callable[[FarPass, Tensor, int, Tensor, bool], None]
-    """(far, grads, first, sums, add). Backward: writes what later rows give to the gradients of
-    states to ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it. The
-    gradient of row l is grads[l + first]."""
+    pull: Callable[[FarPass, Tensor, bool], None]
+    """(far, sums, add). Backward: writes what later rows give to the gradients of states to
+    ``sums`` (B, T, D), or adds it, and computes the part of dW that goes with it."""
     backward_row: Callable[[Any, RowNorm, RowGrads], None]
     """One boundary: stores g_k, and computes the gradient of what was pushed as state k."""
     begin: Callable[[int], None]
@@ -74,10 +68,9 @@ class DepthPass:
         y: Tensor,
         schedule: Schedule,
         inplace: bool,
-        begun: Begun | None,
         parameters: Sequence[Tensor | None],
     ):
-        self.owner, self.schedule, self.inplace, self.begun = owner, schedule, inplace, begun
+        self.owner, self.schedule, self.inplace = owner, schedule, inplace
         dtype, learning = compute_dtype(y.dtype), torch.is_grad_enabled()
         # Copies: a parameter changed before backward must not change this pass.
         self.parameters: list[Any] = [
@@ -95,9 +88,6 @@ class DepthPass:
         self.row_norm_grads: Sequence[tuple | None] = (None,) * len(self.like)
         """Where the gradients of these weights and biases go, (D,) each."""
         self.rows, self.running = schedule.rows, owner.running
-        # After the last state come rows that other stages go on with, see outside.py.
-        self.later = range(self.rows, len(schedule.reads))
-        self.later_grads: Tensor | None = None
         self.pushed = 0
         self.states: Tensor | None = None
         # Of the norms behind rows.
@@ -133,7 +123,7 @@ class DepthPass:
     @property
     def any_learns(self) -> bool:
         """Whether the pass has gradients that belong to no state."""
-        return any(self.learns) or (self.begun is not None and self.begun.learns)
+        return any(self.learns)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -159,33 +149,22 @@ class DepthPass:
         """
         (start, end), ahead = self.schedule.blocks[row], self.ahead
         if ahead.start != start:
-            if self.schedule.far_reads(start, end) or self._begins(start, end):
-                self.mix_block(ahead.open(self.schedule.block, self.states[0]), start, end)
+            passes = self.schedule.far_reads(start, end)
+            if passes:
+                sums = ahead.open(self.schedule.block, self.states[0])
+                self.open_block(self.schedule.block)
+                add = not one_for_all(passes, end - start)
+                if add:
+                    sums[: end - start].zero_()
+                for far in passes:
+                    self.mix(far, sums, add)
             else:
                 ahead.skip(self.schedule.block)
             ahead.start = start
         return ahead.of[row - start]
 
-    def _begins(self, start: int, end: int) -> bool:
-        return self.begun is not None and self.begun.any(start, end)
-
-    def mix_block(self, sums: Tensor, start: int, end: int) -> Tensor | None:
-        """Computes P of the rows [start, end) into sums (B, T, D). With a softmax returns what
-        `open_block` does."""
-        passes = self.schedule.far_reads(start, end)
-        begins, stats = self._begins(start, end), self.open_block(self.schedule.block)
-        accumulate = begins or not one_for_all(passes, end - start)
-        if begins:
-            self.begun.fill(sums, stats, start, end)
-        elif accumulate:
-            sums[: end - start].zero_()
-        for far in passes:
-            self.mix(far, sums, accumulate)
-        return stats
-
-    def open_block(self, block: int) -> Tensor | None:
-        """Called before the sums of a block of rows. With a softmax returns (B, 2, T), for each sum
-        the first two of ``stats``, which are those of no states yet."""
+    def open_block(self, block: int) -> None:
+        """Called before the sums of a block of rows."""
 
     def row_norm(self, k: int, given: tuple | None) -> RowNorm:
         """The norm behind row k, the connection's own or else ``given``, with its statistics."""
@@ -209,8 +188,6 @@ class DepthPass:
         """
         if self._seeds is None or self._seeds_drawn_by == k:
             seeds = torch.randint(2**62, (self.rows,), device=self.like.device)
-            if self.owner.shards is not None:
-                self.owner.shards.agree(seeds)
             if self._seeds is None:
                 self._seeds, self._seeds_drawn_by = seeds.unbind(0), k
         return self._seeds[k]
@@ -226,7 +203,6 @@ class DepthPass:
         self.ahead.clear()
         self._pulled.clear()
         self.states = self.grads = self._out_mean = self._out_rstd = self._carried = None
-        self.later_grads = None
         self.released = True
 
     # ---- backward ------------------------------------------------------------------------------
@@ -245,8 +221,8 @@ class DepthPass:
         if self.released or any(self._overwritten[: k + 1]):
             raise RuntimeError(OVERWRITTEN)
 
-    def enter_task(self, task: int, k: int) -> None:
-        """Called where backward begins or goes on at state k."""
+    def enter(self, k: int, task: int) -> None:
+        """Called when backward reaches boundary k in the graph task ``task``."""
         self.check_task(task)
         new = task != self.task
         # A new backward pass recomputes rows, and reads all the states below them.
@@ -255,18 +231,9 @@ class DepthPass:
         if new:
             # Discards what an earlier backward pass has left.
             self.task, self._pulled.start, self._carried = task, -1, None
-            self.later_grads = None
             self._live.clear()
-            self.take_parameter_grads()
+            self.take_grads()
             self.begin_grads()
-
-    def add_begun(self, row: int, g: Tensor) -> None:
-        """The row's part of the gradient of what it begins with."""
-        self.begun.add_grad(row, g, None if self.stats is None else self.stats[row])
-
-    def enter(self, k: int, task: int) -> None:
-        """Called when backward reaches boundary k in the graph task ``task``."""
-        self.enter_task(task, k)
         if self.grads is None:
             self.grads = self.states if self.inplace else empty_slots(self.rows, self.states[0])
 
@@ -276,27 +243,23 @@ class DepthPass:
         The first call for a block computes it for all its states, with their part of dW.
         """
         (start, end), pulled = self.schedule.blocks[k], self._pulled
-        if end == self.rows and self.later_grads is None:
+        if end == self.rows:
             return None
         if pulled.start != start:
             # Backward may have started inside this block. Then it reaches no state after k.
             stop = k + 1
             live = tuple(r for r in range(end, self.rows) if r in self._live)
-            later = () if self.later_grads is None else self.later
             passes = self.schedule.far_readers(start, stop, live)
-            passes_of_later = self.schedule.far_readers(start, stop, later)
             pulled.start = start
-            if not passes and not passes_of_later:
+            if not passes:
                 pulled.skip(self.schedule.block)
                 return None
             sums = pulled.open(self.schedule.block, self.states[0])
-            accumulate = not one_for_all(passes + passes_of_later, stop - start)
-            if accumulate:
+            add = not one_for_all(passes, stop - start)
+            if add:
                 sums[: stop - start].zero_()
             for far in passes:
-                self.pull(far, self.grads, self.first_grad, sums, accumulate)
-            for far in passes_of_later:
-                self.pull(far, self.later_grads, -self.rows, sums, accumulate)
+                self.pull(far, sums, add)
         return pulled.of[k - start]
 
     def backward(self, push: Any, norm: RowNorm, given: Pair, pushed: Pair, dnorm: Pair) -> None:
@@ -324,8 +287,6 @@ class DepthPass:
     def _leave(self, k: int) -> None:
         """Boundary k has stored g_k, in place over state k + 1."""
         self._live.add(k)
-        if self.begun is not None:
-            self.add_begun(k, self.grads[k + self.first_grad])
         if self.inplace:
             # This boundary was the last to read state k: its slot is free for g_{k-1}.
             self._overwritten[k] = self._overwritten[k + 1] = True
@@ -334,9 +295,3 @@ class DepthPass:
             self._pulled.clear()
             if self.inplace:
                 self.release()
-
-    def take_parameter_grads(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of the connection's parameters, and of what rows begin with, and
-        keeps none."""
-        begun = (None, None) if self.begun is None else self.begun.take_grads()
-        return *self.take_grads(), *begun

@@ -82,9 +82,10 @@ class ConstantPass(DepthPass):
             out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
         )  # fmt: skip
 
-    def pull(self, far: FarPass, grads: Tensor, first: int, sums: Tensor, add: bool) -> None:
+    def pull(self, far: FarPass, sums: Tensor, add: bool) -> None:
         self.launch.pull_rows(
-            grads=grads, grad_slots=[row + first for row in far.sources], rows=far.sources,
+            grads=self.grads, grad_slots=[row + self.first_grad for row in far.sources],
+            rows=far.sources,
             states=self.states, sources=far.targets, weight=self.weight,
             norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
             out_rows=far.entries, accumulate=add, dweight=self.dweight,
@@ -292,16 +293,6 @@ class DLCL(DepthConnection):
 
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_weight(), *self.norms()
-
-    def part_parameters(
-        self, rows: Tensor, columns: Tensor, mask: Tensor, alone: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        weight, *norms = self.pass_parameters()
-        weight = weight.index_select(0, rows).index_select(1, columns)
-        wide = (..., *(None,) * (weight.dim() - 2))
-        index = columns if self.norm == "pre" else rows
-        norms = [None if p is None else p.index_select(0, index) for p in norms]
-        return weight * mask[wide] + alone[wide], *norms
 
     def traced_row(self, states, numbers, k, weights, partial) -> Tensor:
         weight = torch.stack([weights[k, j] for j in numbers])

@@ -123,21 +123,16 @@ class Schedule:
     Args:
         pattern: the states that each row reads.
         block: rows per block.
-        rows: how many of the rows are computed with a state; the others come after the last state.
-        first: the row of the first layer of a pipeline's stage. A block begins there, so the block
-            before it may be shorter.
     """
 
-    def __init__(self, pattern: Pattern, block: int, rows: int | None = None, first: int = 0):
-        self.rows, self.block = len(pattern) if rows is None else rows, block
+    def __init__(self, pattern: Pattern, block: int):
+        self.rows, self.block = len(pattern), block
         self.reads = tuple(frozenset(reads) for reads in pattern)
-        below = (near_rows(block, row, first) for row in range(first))
-        above = (near_rows(block, row, self.rows - first) for row in range(self.rows - first))
-        self.blocks = (*below, *((first + start, first + end) for start, end in above))
+        self.blocks = tuple(near_rows(block, row, self.rows) for row in range(self.rows))
         """For every row, the block [s, e) that it belongs to."""
         self.near = tuple(
             [k for k in reads if k >= start]
-            for reads, (start, _) in zip(pattern, self.blocks, strict=False)
+            for reads, (start, _) in zip(pattern, self.blocks, strict=True)
         )
         """For every row, the states of its own block that it reads."""
         self._passes: dict[tuple[range, Sequence[int]], list[FarPass]] = {}

@@ -47,11 +47,6 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     call: its arguments, a `deepfast.depth.connection.Call`.
     """
     history = call.history
-    if connection.shards is not None:
-        raise RuntimeError(
-            f"{connection.name}: with sharded tokens a push cannot be traced; make its history "
-            "outside of the compiled function or with eager=True"
-        )
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")

@@ -30,18 +30,9 @@ class Packing:
 
     @classmethod
     def of(
-        cls,
-        batch: int,
-        length: int,
-        padding: Tensor | None,
-        *,
-        argument: str = "key_padding_mask",
-        keep: bool = False,
+        cls, batch: int, length: int, padding: Tensor | None, *, argument: str = "key_padding_mask"
     ) -> "Packing":
-        """Makes one from a key padding mask (B, S), True is padding. Errors name ``argument``.
-
-        keep: whether the packed tokens include the padding, so that their number is fixed.
-        """
+        """Makes one from a key padding mask (B, S), True is padding. Errors name ``argument``."""
         if padding is None:
             return cls(batch, length)
         if not isinstance(padding, Tensor):
@@ -56,8 +47,6 @@ class Packing:
             return cls(batch, length, None, padding)
         # A copy, because backward reads it and the caller may write the next batch into the mask.
         padding = padding.clone()
-        if keep:
-            return cls(batch, length, None, padding)
         indices = (~padding).flatten().nonzero().squeeze(1)
         if indices.numel() == batch * length:
             return cls(batch, length)

@@ -41,7 +41,7 @@ class Attended(Mixed):
         self,
         x: Tensor,
         calls: Sequence[LayerCall],
-        norms: Sequence[Norm | None],
+        norms: Sequence[Norm],
         history: DepthHistory,
         states: list[Tensor] | None,
     ) -> Tensor:

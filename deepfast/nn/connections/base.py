@@ -118,7 +118,7 @@ class Connection(nn.Module, abc.ABC):
     """
 
     norms: Sequence[Norm] | None
-    # A `DLCL`, an `AttentionResiduals` or, in a stage of a pipeline, a part of one.
+    # A `DLCL` or an `AttentionResiduals`.
     depth: Any = None
 
     def __init__(self, options: Options):

@@ -73,24 +73,9 @@ class Mixed(Connection):
         self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
         (x,) = common.autocast(x)
-        return self.mix(x, calls, self.norms, DepthHistory(), states)
-
-    def mix(
-        self,
-        x: Tensor,
-        calls: Sequence[LayerCall],
-        norms: Sequence[Norm | None] | None,
-        history: DepthHistory,
-        states: list[Tensor] | None = None,
-    ) -> Tensor:
-        """`forward` from the first push of a pass, for a stack or a stage of one.
-
-        Args:
-            norms: None in post-norm; else of each call, and the last one, which is None where a
-                stage ends with its last push.
-        """
-        if norms is not None:
-            return self.pre_norm(x, calls, norms, history, states)
+        history = DepthHistory()
+        if self.norms is not None:
+            return self.pre_norm(x, calls, self.norms, history, states)
         for call in (None, *calls):
             if call is not None:
                 x = run_layer(call, x, None, None, history)
@@ -102,11 +87,11 @@ class Mixed(Connection):
         self,
         x: Tensor,
         calls: Sequence[LayerCall],
-        norms: Sequence[Norm | None],
+        norms: Sequence[Norm],
         history: DepthHistory,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """`mix` in pre-norm."""
+        """`forward` in pre-norm."""
         branch, residual, p = x, None, 0.0
         for call, norm in zip(calls, norms, strict=False):
             x, n = self.read(branch, residual, p, norm, history)
@@ -122,13 +107,11 @@ class Mixed(Connection):
         branch: Tensor,
         residual: Tensor | None,
         dropout_p: float,
-        norm: Norm | None,
+        norm: Norm,
         history: DepthHistory,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """Pushes the last state; returns its row, normalised where there is a norm."""
-        if norm is None:
-            return self.depth(branch, history, residual=residual, dropout_p=dropout_p)
+        """Pushes the last state; returns norm(row)."""
         x, n = self.read(branch, residual, dropout_p, norm, history, states is not None)
         note(states, x)
         return n
