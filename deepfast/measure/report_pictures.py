@@ -31,7 +31,7 @@ from deepfast.memory.units import format_bytes
 MIB, GIB = 1 << 20, 1 << 30
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 """Layers of the memory curves."""
-GREENS = ("#54ab83", "#3f9d75", "#26875f", COLORS["deepfast"], "#063b2a")
+GREENS = ("#54ab83", "#26875f", COLORS["deepfast"], "#063b2a")
 """A colour for each policy."""
 NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 """Policy -> name of its curve."""

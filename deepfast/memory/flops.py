@@ -10,7 +10,7 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
 """
 
 from deepfast.connections import BLOCKS
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 from deepfast.memory.sizes import Sizes
 
 
@@ -49,18 +49,14 @@ def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
     """What one layer's backward recomputes under a policy."""
     d, f = sizes.dim, sizes.ffn_dim
     tokens = sizes.target_tokens if decoder else sizes.tokens
-    level = POLICIES.index(policy)
-    if level == 0:
+    if policy == "none":
         return 0.0
     flops: float = tokens * 2 * d * f
-    if level >= POLICIES.index("ffn+qkv"):
-        flops += tokens * (2 * d * d + 4 * d * sizes.kv_width)
+    if policy in RERUN:
+        flops += tokens * (4 * d * d + 4 * d * sizes.kv_width + _attention(sizes, decoder))
         if decoder:
-            flops += tokens * 2 * d * d + sizes.tokens * 4 * d * sizes.kv_width
-    if level >= POLICIES.index("layer"):
-        flops += tokens * (2 * d * d + _attention(sizes, decoder))
-        if decoder:
-            flops += tokens * (2 * d * d + _attention(sizes))
+            flops += tokens * (4 * d * d + _attention(sizes))
+            flops += sizes.tokens * 4 * d * sizes.kv_width
     if policy == "layer+input":
         flops += tokens * _mix(sizes, decoder)
     return flops

@@ -31,8 +31,6 @@ class PartLayer(Layer):
         if self.rerun:
             return {}
         without = {"act", "h"} if self.again else set()
-        if self.policy == "ffn+qkv":
-            without |= {"qkv", "q", "kv"}
         return {name: size for name, size in self.saved().items() if name not in without}
 
     def cached(self) -> dict[str, int]:

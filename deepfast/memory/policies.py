@@ -5,7 +5,6 @@ Every layer also keeps one state y. Beside it:
                   recomputes                            keeps
     none          layer-norms and masks                 n or x, q k v, attention's output, s, h
     ffn           + the first feed-forward product      without h
-    ffn+qkv       + the projections of attention        without h and q k v
     layer         the layer, without its last product   x
     layer+input   + x, mixed from the states            nothing
 
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 
 from deepfast.connections import names
 
-POLICIES = ("none", "ffn", "ffn+qkv", "layer", "layer+input")
+POLICIES = ("none", "ffn", "layer", "layer+input")
 """From most memory to least. Each recomputes more than the one before it."""
 
 ATTENTION_RESIDUALS, MIXING = names("attends"), names("mixes")

@@ -6,7 +6,6 @@ these are narrower:
 
     encoder   none         n or x, q k v, o, s, h      6 D + F      post-norm 7 D + F
               ffn          without h                   6 D          7 D
-              ffn+qkv      without q k v               3 D          4 D
               layer        x                           D            D
               layer+input  nothing
     decoder   none         also q, o, s of its second attention, and k v: 2 D per source token

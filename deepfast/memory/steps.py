@@ -13,7 +13,7 @@ Sizes are those of a micro-batch. In the names of tensors:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, RERUN
+from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 from deepfast.memory.sizes import Sizes
 
 FP32 = 4
@@ -159,11 +159,10 @@ class Layer:
             return norm
         if self.policy == "layer":
             return norm | {"x": self.d}
-        names, level = self.saved(), POLICIES.index(self.policy)
-        without = {"h"} if level >= POLICIES.index("ffn") else set()
-        if level >= POLICIES.index("ffn+qkv"):
-            without |= {"qkv", "q", "kv"}
-        return norm | {name: size for name, size in names.items() if name not in without}
+        names = self.saved()
+        if self.policy == "ffn":
+            del names["h"]
+        return norm | names
 
     def copies(self) -> dict[str, int]:
         """Copies of weights that backward reads: in autocast's dtype, or scaled by a gate."""
@@ -320,12 +319,7 @@ class Layer:
         """From d_a, the gradient of its branch, to that of its input."""
         d, source, square = self.d, self.source, self.square
         self._out(walk, "o2")
-        if self.policy == "ffn+qkv":
-            cast = self.w_kv if walk.low else 0
-            walk.make(q=d, kv=self.kv, n2=d, recast=cast)
-            walk.leave("recast", "n2")
-            walk.make(kv=self.twice * self.kv)
-        walk.make(q=d, kv=self.kv, d_q=d, d_kv=self.kv)
+        walk.make(d_q=d, d_kv=self.kv)
         walk.drop("q", "kv", "o2", "d_o")
         walk.make(stacked=self.kv)
         walk.drop("d_kv")
@@ -349,13 +343,7 @@ class Layer:
     def _attention(self, walk: Walk) -> None:
         d = self.d
         self._out(walk, "o")
-        if self.policy == "ffn+qkv":
-            again = {} if "n" in walk.alive or not self.pre else {"n": d}
-            cast = self.w_qkv if walk.low else 0
-            walk.make(qkv=self.qkv, recast=cast, **again)
-            walk.drop("recast", *again)
-            walk.make(qkv=self.twice * self.qkv)
-        walk.make(qkv=self.qkv, d_qkv=self.qkv)
+        walk.make(d_qkv=self.qkv)
         walk.drop("qkv", "o", "d_o")
         walk.make(stacked=self.qkv)
         walk.drop("d_qkv")

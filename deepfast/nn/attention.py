@@ -1,8 +1,7 @@
 """Multi-head attention over packed sentences."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from deepfast.depth.connection import part
 from deepfast.nn.cache import KeyValueCache
 from deepfast.nn.connections.latent import Gate, gated
 from deepfast.nn.packing import Packing
-from deepfast.nn.recompute import Kept, Recompute, check_input, not_saved, plain
+from deepfast.nn.recompute import Recompute, check_input, not_saved, plain
 from deepfast.ops import common, decoding, torch_attention
 from deepfast.ops.attention import Window, window_sides
 
@@ -23,47 +22,6 @@ FEW = 16
 
 Inputs = Tensor | tuple[Tensor, ...]
 """Of queries, keys and values: one for all of them, or one for each."""
-
-
-def _linear(x: Inputs, weight: Tensor, bias: Tensor | None, shares: list[int]) -> Tensor:
-    """``x weight^T + bias``; with several inputs each has its share of the channels."""
-    if isinstance(x, Tensor):
-        return F.linear(x, weight, bias)
-    biases = (None,) * len(x) if bias is None else bias.split(shares)
-    parts = zip(x, weight.split(shares), biases, strict=True)
-    return torch.cat([F.linear(*part) for part in parts], -1)
-
-
-def _projected(
-    linear: nn.Linear,
-    x: Tensor | Recompute | tuple[Tensor | Recompute, ...],
-    y: Tensor,
-    padded: Packing | None,
-    unsaved: list[tuple[Tensor, Recompute]] | None,
-    shares: list[int],
-) -> Tensor:
-    """y, which is ``linear(x)``, unpacked to padded sentences where ``padded`` is given.
-
-    Where ``unsaved`` is a list, the result and the way to recompute it in backward are appended.
-    """
-    dtype = y.dtype
-    y = y if padded is None else padded.unpack(y)
-    if unsaved is not None and plain(linear, nn.Linear):
-        sources: list[Callable[[], Tensor]]
-        sources = [
-            one.function if isinstance(one, Recompute) else Kept(one)
-            for one in (x if isinstance(x, tuple) else (x,))
-        ]
-        weight, bias = Kept(linear.weight), None if linear.bias is None else Kept(linear.bias)
-
-        def function() -> Tensor:
-            xs = tuple(source().to(dtype) for source in sources)
-            b = None if bias is None else bias().to(dtype)
-            y = _linear(xs if isinstance(x, tuple) else xs[0], weight().to(dtype), b, shares)
-            return y if padded is None else padded.unpack(y)
-
-        unsaved.append((y, Recompute(y, function)))
-    return y
 
 
 class MultiheadAttention(nn.Module):
@@ -192,7 +150,6 @@ class MultiheadAttention(nn.Module):
         encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
         recompute_x: Recompute | tuple[Recompute, ...] | None = None,
-        recompute_qkv: bool = False,
         gate: Gate | None = None,
     ) -> Tensor:
         """Attends from x to itself, or to ``encoded``.
@@ -208,8 +165,6 @@ class MultiheadAttention(nn.Module):
             cache: keys and values of earlier positions; x holds one new position per hypothesis,
                 and packing is that of the hypotheses.
             recompute_x: recomputes x in backward; autograd then does not save x. One for each x.
-            recompute_qkv: whether backward recomputes queries, keys and values; otherwise
-                autograd saves them.
             gate: scales the result. A tensor must be a scalar, and may require a gradient.
 
         Returns:
@@ -227,37 +182,30 @@ class MultiheadAttention(nn.Module):
             padded = cache is not None or self._pads(xs[0], packing, encoded_packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        unsaved: list[tuple[Tensor, Recompute]] | None
-        unsaved = [] if recompute_qkv and backward else None
         name = "query" if self.cross else "query_key_value"
         linear, shares = getattr(self, name), self._shares(name)
         for x in xs:
             check_input("MultiheadAttention", "x", x, linear)
         again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
         pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
-        source: Any = x_TD
         recomputes = backward and len(pairs) > 0 and plain(linear, nn.Linear)
-        if recomputes and all(one.gives(x) for x, one in pairs):
-            source = recompute_x
-            with not_saved(pairs):
-                qkv = self._project(linear, x_TD, shares)
-        else:
+        recomputes = recomputes and all(one.gives(x) for x, one in pairs)
+        with not_saved(pairs) if recomputes else contextlib.nullcontext():
             qkv = self._project(linear, x_TD, shares)
-        qkv = _projected(linear, source, qkv, packing if padded else None, unsaved, shares)
+        qkv = packing.unpack(qkv) if padded else qkv
         kv: Sequence[Tensor]
         q, *kv = self._split(qkv, name)
         if isinstance(encoded, Tensor):
-            layout = encoded_packing if padded else None
             check_input("MultiheadAttention", "encoded", encoded, self.key_value)
-            made = _projected(self.key_value, encoded, self.key_value(encoded), layout, unsaved, [])
+            made = self.key_value(encoded)
+            made = encoded_packing.unpack(made) if padded else made
             kv = self._split(made, "key_value")
         elif encoded is not None:
             kv = encoded
         del qkv
         k, v = kv
         run = self._padded if padded else self._packed
-        with not_saved(unsaved) if unsaved else contextlib.nullcontext():
-            o = run(q, k, v, packing, causal, encoded_packing, cache)
+        o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
 
     def _compiled(self, x: Tensor, packing: Packing, encoded, cache: KeyValueCache | None) -> bool:
@@ -285,7 +233,10 @@ class MultiheadAttention(nn.Module):
         if isinstance(x, Tensor):
             return linear(x)
         if plain(linear, nn.Linear):
-            return _linear(x, linear.weight, linear.bias, shares)
+            bias = linear.bias
+            biases = (None,) * len(x) if bias is None else bias.split(shares)
+            parts = zip(x, linear.weight.split(shares), biases, strict=True)
+            return torch.cat([F.linear(*part) for part in parts], -1)
         return torch.cat([linear(one).split(shares, -1)[i] for i, one in enumerate(x)], -1)
 
     def weights(

@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
             if residual is None or return_norm or not fused:
                 n, s = add_norm(norm, x, residual, dropout_p)
                 run = self.forward
-                if gated and recompute in ("ffn", "ffn+qkv"):
+                if gated and recompute == "ffn":
                     run = partial(checkpoint, self.forward, use_reentrant=False)
                 return (n if return_norm else s), run(n, gate)
             h, s = ops.add_norm_linear(

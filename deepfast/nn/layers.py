@@ -141,10 +141,7 @@ class _Layer(nn.Module):
         """The branch of an attention. A module of another type gets no options."""
         attention = getattr(self, part)
         if isinstance(attention, MultiheadAttention):
-            return attention(
-                n, packing, recompute_x=recompute_n, recompute_qkv=self.recompute == "ffn+qkv",
-                gate=gate, **options,
-            )  # fmt: skip
+            return attention(n, packing, recompute_x=recompute_n, gate=gate, **options)
         branch = attention(n, packing, **options)
         return branch if gate is None else branch * gate
 

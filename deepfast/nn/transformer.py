@@ -221,7 +221,7 @@ class TransformerEncoder(_Stack):
             In evaluation a pre-norm layer that is not used costs nothing. A post-norm layer that
             is not used runs only its layer-norms, which normalise the residual alone.
         recompute: what layers keep for backward: a policy of `deepfast.memory.POLICIES` ("none",
-            "ffn", "ffn+qkv", "layer", "layer+input"), one policy per layer, or a plan.
+            "ffn", "layer", "layer+input"), one policy per layer, or a plan.
             "layer+input" needs DLCL or attention residuals.
         backend: see `deepfast.backend`.
 

@@ -61,10 +61,10 @@ def test_options_are_those_of_plan(capsys):
                "--decoder-layers", "0", "--connection", "residual", "--norm", "post", "--dtype",
                "float32", "--optimizer", "sgd", "--device", "cpu", "--activation", "gelu",
                "--accumulate", "2", "--length", "9", "--no-dropout", "--recompute",
-               "none,ffn,ffn+qkv,layer", "--json"]  # fmt: skip
+               "none,ffn,layer,layer", "--json"]  # fmt: skip
     assert main([*ARGUMENTS, *options]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["recompute"] == ["none", "ffn", "ffn+qkv", "layer"]
+    assert found["recompute"] == ["none", "ffn", "layer", "layer"]
     wanted = {"num_heads": 4, "ffn_dim": 100, "vocab_size": 0, "decoder_layers": 0, "norm": "post",
               "connection": "residual", "dtype": "float32", "optimizer": "sgd", "device": "cpu",
               "activation": "gelu", "accumulate": 2, "length": 9, "dropout": False}  # fmt: skip

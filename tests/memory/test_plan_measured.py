@@ -110,13 +110,13 @@ ENCODERS = {
     "weights scaled by gates": ((8, 64, 2, 256, 64, LATENT), "ffn", "float32"),
     "weights scaled by gates, bfloat16": ((8, 64, 2, 256, 64, LATENT), "layer", "bfloat16"),
     "25 layers of latent depth": ((25, 128, 2, 512, 128, LATENT), "none", "float32"),
-    "RMS norms": ((8, 16, 2, 24, 384, {"norm_type": "rms"}), "ffn+qkv", "float32"),
+    "RMS norms": ((8, 16, 2, 24, 384, {"norm_type": "rms"}), "ffn", "float32"),
     "RMS norms, post-norm": (
         (8, 16, 2, 24, 384, {"connection": "residual", "norm": "post", "norm_type": "rms"}),
-        "ffn+qkv", "float32"),
+        "ffn", "float32"),
     # Wide heads and a narrow feed-forward block, so that keys and values have a large share.
     "one head of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 1}), "none", "float32"),
-    "two heads of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 2}), "ffn+qkv", "float32"),
+    "two heads of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 2}), "ffn", "float32"),
     "wide": ((6, 256, 4, 1024, 384, {}), "layer+input", "float32"),
     "two policies": ((10, 48, 4, 97, 208, {}), ["layer+input"] * 6 + ["ffn"] * 4, "bfloat16"),
 }  # fmt: skip
@@ -127,7 +127,7 @@ def test_an_encoder_is_predicted_within_5_percent(name):
     check_encoder(*ENCODERS[name])
 
 
-@pytest.mark.parametrize(("policy", "connection"), [("none", "residual"), ("ffn+qkv", "dlcl")])
+@pytest.mark.parametrize(("policy", "connection"), [("none", "residual"), ("ffn", "dlcl")])
 def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
     """Attention works on padded copies, and its result is kept padded and packed."""
     sizes = 8, 64, 2, 256, 32 * LENGTH, {"connection": connection}
@@ -138,23 +138,23 @@ ATTENTION = {"connection": "attnres", "decoder_connection": "attnres"}
 MODELS = {
     "none": {},
     "lean, bfloat16": {"recompute": "ffn", "dtype": "bfloat16"},
-    "leaner, post-norm": {"recompute": "ffn+qkv", "norm": "post"},
+    "lean, post-norm": {"recompute": "ffn", "norm": "post"},
     "RMS norms": {"norm_type": "rms"},
     "history, bfloat16": {"recompute": "layer+input", "dtype": "bfloat16",
         "decoder_recompute": "layer"},
     "states, gelu": {"recompute": "layer", "activation": "gelu"},
     "two, and states": {"accumulate": 2, "recompute": "layer"},
     "dlcl on both sides": {"decoder_connection": "dlcl", "recompute": "layer+input"},
-    "a long target": {"decoder_recompute": "ffn+qkv", "target": 3 * LENGTH},
+    "a long target": {"decoder_recompute": "ffn", "target": 3 * LENGTH},
     "two micro-batches": {"accumulate": 2, "recompute": "ffn"},
     "a vocabulary that outweighs the rest": {"vocab_size": 6000, "recompute": "layer"},
     "latent on both sides": {"connection": "latent", "decoder_connection": "latent"},
-    "latent, leaner, bfloat16": {"connection": "latent", "decoder_connection": "latent",
-                                 "recompute": "ffn+qkv", "dtype": "bfloat16", "batch": 8},
+    "latent, lean, bfloat16": {"connection": "latent", "decoder_connection": "latent",
+                               "recompute": "ffn", "dtype": "bfloat16", "batch": 8},
     "attention residuals on both sides": ATTENTION | {"decoder_connection": "block_attnres"},
     "attention residuals, history, bfloat16": ATTENTION | {
         "connection": "block_attnres", "recompute": "layer+input", "dtype": "bfloat16"},
-    "attention residuals, leaner, padding": ATTENTION | {"recompute": "ffn+qkv", "padding": True},
+    "attention residuals, lean, padding": ATTENTION | {"recompute": "ffn", "padding": True},
     "attention residuals, one read": ATTENTION | {"reads": 1, "recompute": "layer"},
     "one weight per channel": {"weight_type": "vector", "recompute": "ffn"},
     # The shared embedding has three gradients, which are added up at the end.

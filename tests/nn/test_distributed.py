@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepfast.nn import TransformerEncoder
 
-STACKS = ("pre/none", "post/none", "pre/ffn+qkv", "pre/layer+input", "post/layer")
+STACKS = ("pre/none", "post/none", "pre/ffn", "pre/layer+input", "post/layer")
 FORMS = [f"{form}/{stack}" for form in ("ddp", "fsdp") for stack in STACKS]
 FORMS += [
-    f"{form}/attnres/{recompute}" for form in ("ddp", "fsdp") for recompute in ("none", "ffn+qkv")
+    f"{form}/attnres/{recompute}" for form in ("ddp", "fsdp") for recompute in ("none", "ffn")
 ]
 FORMS += ["fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer"]
 

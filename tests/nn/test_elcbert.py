@@ -31,7 +31,7 @@ def formula(stack, x, encoded=None):
 
 
 @pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
-@pytest.mark.parametrize("recompute", ["none", "ffn", "ffn+qkv", "layer", "layer+input"])
+@pytest.mark.parametrize("recompute", ["none", "ffn", "layer", "layer+input"])
 def test_formula(kind, recompute):
     stack = kind(4, D, H, FFN, connection="elcbert", dropout=0.0, recompute=recompute)
     stack = perturbed(stack).double()

@@ -182,7 +182,7 @@ def test_the_same_bits_whatever_the_step(case, way):
 def test_every_layer_its_own_policy():
     expected = step(stack("none"))
     for policies in (POLICIES, POLICIES[::-1]):
-        assert_same(step(stack(policies)), expected)
+        assert_same(step(stack((*policies, "layer"))), expected)
     plan = SimpleNamespace(recompute=("layer+input", "layer", "layer", "none", "ffn"))
     module = stack("none")
     module.set_recompute(plan)

@@ -36,17 +36,17 @@ def kept(connection, policy, layers, norm, reads=None):
 # Connection, norm, reads of a layer, and in states (T, D) what it keeps, under "none" without h.
 WIDTHS = [
     # A state y; n, q k v, o and s. In post-norm the sum before the last layer-norm beside.
-    ("dlcl", "pre", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 2, "layer+input": 1}),
-    ("residual", "pre", 1, {"none": 6, "ffn": 6, "ffn+qkv": 3, "layer": 1}),
-    ("dlcl", "post", 1, {"none": 8, "ffn": 8, "ffn+qkv": 5, "layer": 2, "layer+input": 1}),
-    ("residual", "post", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 1}),
+    ("dlcl", "pre", 1, {"none": 7, "ffn": 7, "layer": 2, "layer+input": 1}),
+    ("residual", "pre", 1, {"none": 6, "ffn": 6, "layer": 1}),
+    ("dlcl", "post", 1, {"none": 8, "ffn": 8, "layer": 2, "layer+input": 1}),
+    ("residual", "post", 1, {"none": 7, "ffn": 7, "layer": 1}),
     # A state for each read; where each sublayer reads, neither n nor s.
     *(
         case
         for name in ATTENTION_RESIDUALS
         for case in (
-            (name, "pre", 1, {"none": 7, "ffn": 7, "ffn+qkv": 4, "layer": 2, "layer+input": 1}),
-            (name, "pre", 2, {"none": 6, "ffn": 6, "ffn+qkv": 3, "layer": 2, "layer+input": 2}),
+            (name, "pre", 1, {"none": 7, "ffn": 7, "layer": 2, "layer+input": 1}),
+            (name, "pre", 2, {"none": 6, "ffn": 6, "layer": 2, "layer+input": 2}),
         )
     ),
 ]  # fmt: skip
@@ -110,7 +110,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("policy", "again"), [("ffn", 4), ("ffn+qkv", 7), ("layer", 8)])
+@pytest.mark.parametrize(("policy", "again"), [("ffn", 4), ("layer", 8)])
 def test_products_made_again(policy, again):
     """Recomputed out of the 12 D^2 of a layer's forward with F = 4 D; never the last 4 D^2."""
     dim, tokens = 32, 24

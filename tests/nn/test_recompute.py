@@ -150,7 +150,7 @@ def scale_in_place(layer):
 
 def change_options(layer):
     layer.dropout = layer.feed_forward.dropout = layer.attention.dropout = 0.7
-    layer.recompute, layer.feed_forward.activation = "ffn+qkv", "gelu"
+    layer.recompute, layer.feed_forward.activation = "ffn", "gelu"
 
 
 def add_hooks(layer):

@@ -247,7 +247,7 @@ def by_torch(norm):
 
 
 @pytest.mark.parametrize("change", [by_hook, by_subclass, by_torch])
-@pytest.mark.parametrize("policy", ["none", "ffn", "ffn+qkv", "layer", "layer+input"])
+@pytest.mark.parametrize("policy", ["none", "ffn", "layer", "layer+input"])
 @pytest.mark.parametrize(
     "options",
     [

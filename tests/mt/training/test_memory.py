@@ -27,7 +27,7 @@ def limits(make_recipe, make_trainer):
 @pytest.mark.parametrize(
     ("changes", "policies"),
     [({}, ("none", "ffn", "layer+input")),
-     ({"model.encoder_connection": "attnres", "model.share_embeddings": "none"}, ("ffn+qkv",))],
+     ({"model.encoder_connection": "attnres", "model.share_embeddings": "none"}, ("ffn",))],
     ids=["planned", "nothing planned"],
 )  # fmt: skip
 def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path, changes, policies):
