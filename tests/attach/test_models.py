@@ -8,7 +8,6 @@ import torch
 
 import deepfast
 from deepfast.depth.connection import DepthConnection
-from deepfast.reference.attention_residuals import full
 from deepfast.reference.depth_mix import dlcl
 from tests.attach.models import (
     CASES,
@@ -19,6 +18,7 @@ from tests.attach.models import (
     outcome,
     perturbed,
 )
+from tests.specifications.attention_residuals import full
 
 
 @pytest.fixture(params=CASES)

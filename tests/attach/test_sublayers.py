@@ -12,7 +12,6 @@ from torch import nn
 
 import deepfast
 from deepfast.attach.reads import RUNNING
-from deepfast.reference.attention_residuals import full
 from tests.attach.layers import (
     NAMES,
     AddsInPlace,
@@ -27,6 +26,7 @@ from tests.attach.layers import (
     connected,
 )  # fmt: skip
 from tests.attach.models import Loop, X, perturbed, torch_encoder
+from tests.specifications.attention_residuals import full
 
 
 def literal(model, x, query, gamma=None):

@@ -8,7 +8,6 @@ from torch import nn
 
 import deepfast
 from deepfast.attach.passes import NAME
-from deepfast.reference.attention_residuals import full
 from tests.attach.models import (
     CASES,
     SEQ2SEQ,
@@ -25,6 +24,7 @@ from tests.attach.models import (
     outcome,
     perturbed,
 )
+from tests.specifications.attention_residuals import full
 
 pytest.importorskip("transformers")
 if TRANSFORMERS < 5:

@@ -5,8 +5,8 @@ import torch
 
 from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.nn import TransformerEncoder
-from deepfast.reference.denseformer import denseformer
 from tests.nn.written_out import DIM, HEADS, layer, leaf, norm_of
+from tests.specifications.denseformer import denseformer
 
 FFN, LAYERS = 20, 5
 

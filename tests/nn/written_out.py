@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.nn.layer_norm import NoNorm
-from deepfast.reference import attention_residuals as reference
 from deepfast.reference import mudd
 from deepfast.reference.layer_norm import rms_norm
+from tests.specifications import attention_residuals as reference
 
 DIM, HEADS = 12, 3
 

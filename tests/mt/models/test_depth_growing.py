@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.optim import GradientNorms
-from deepfast.reference.depth_growing import depth_growing
 from tests.mt.models.kinds import GROWING, LABELS, REAL, SOURCE, TARGET, learning, make
+from tests.specifications.depth_growing import depth_growing
 
 SHARED = [name for name in GROWING if name != "three embeddings below"]
 

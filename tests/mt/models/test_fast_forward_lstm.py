@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
-from deepfast.reference.fast_forward_lstm import fast_forward_lstm
 from tests.mt.models.kinds import LABELS, LSTMS, REAL, RECURRENT, SOURCE, TARGET, make
+from tests.specifications.fast_forward_lstm import fast_forward_lstm
 
 BOTH = pytest.mark.parametrize("name", ["Deep-Att", "Deep-ED"])
 

@@ -11,7 +11,6 @@ from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerNorm, RMSNorm
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
-from deepfast.reference.transparent_attention import transparent_attention
 from tests.mt.models.kinds import (
     LABELS,
     REAL,
@@ -23,6 +22,7 @@ from tests.mt.models.kinds import (
     fused,
     make,
 )
+from tests.specifications.transparent_attention import transparent_attention
 
 
 @pytest.mark.parametrize("name", ["rms", "rms, post"])

@@ -5,8 +5,8 @@ import torch
 
 from deepfast.nn import LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
-from deepfast.reference import fusion as reference
 from deepfast.reference.layer_norm import layer_norm
+from tests.specifications import fusion as reference
 
 STATES, DIM, HOPS = 3, 6, 2
 SIZES = {"hops": HOPS, "attention_dim": 7, "hidden_dim": 5}

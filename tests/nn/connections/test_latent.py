@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepfast.nn import LatentDepth
-from deepfast.reference import latent_depth as spec
+from tests.specifications import latent_depth as spec
 
 LAYERS, LANGUAGES = 5, 3
 

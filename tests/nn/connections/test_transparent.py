@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.nn import TransparentAttention
-from deepfast.reference.transparent_attention import transparent_attention
+from tests.specifications.transparent_attention import transparent_attention
 
 SIZES = pytest.mark.parametrize(("layers", "count", "dim"), [(1, 3, 5), (6, 2, 13), (35, 1, 8)])
 

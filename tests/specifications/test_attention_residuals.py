@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepfast.reference.attention_residuals import attend, block, full
 from deepfast.reference.depth_attention import depth_attention
+from tests.specifications.attention_residuals import attend, block, full
 
 LAYERS, DIM = 5, 6
 

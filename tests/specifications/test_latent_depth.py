@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepfast.reference import latent_depth as spec
+from tests.specifications import latent_depth as spec
 
 LOGITS = torch.tensor([[-2.0, 0.3, 1.5], [0.7, -0.4, 3.0]], dtype=torch.float64)
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from deepfast.reference import fusion
+from tests.specifications import fusion
 
 STATES, DIM, HOPS, INNER = 3, 4, 2, 5
 
