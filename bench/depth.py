@@ -20,9 +20,9 @@ from bench.claims import peak_bytes, step
 from bench.record import FILE, processor, read, record
 from deepfast.clock import on_cpu
 from deepfast.measure.clock import interleave, ratio
+from deepfast.measure.encoders import RESIDUAL
 from deepfast.measure.forms import AttentionForm, CompiledLoop, FusedPerLayer, StackAndSum
 from deepfast.measure.pictures import BLUE, COLORS, Look, over_depth, picture
-from deepfast.memory.eager import RESIDUAL
 from deepfast.ops import attention_residual
 
 DEPTHS, SENTENCES = (6, 12, 24, 48), 32

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from bench.record import record
-from deepfast.measure.encoders import DROPOUT, PlainEncoder
+from deepfast.measure.encoders import CHECKPOINTED, DROPOUT, STACK, PlainEncoder
 from deepfast.memory import LiveBytes, plan
-from deepfast.memory.eager import CHECKPOINTED, STACK
 from deepfast.nn import TransformerEncoder
 
 GIB = 1 << 30

@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE",
-        help="draw memory over depth, .svg or .png: every policy, and the same model in plain "
-        "PyTorch",
+        help="draw memory over depth, .svg or .png, for every policy",
     )  # fmt: skip
 
 

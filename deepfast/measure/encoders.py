@@ -11,14 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from deepfast import ops
 from deepfast.measure.forms import COMPILED, FORMS, CompiledLoop, InStack
 from deepfast.measure.settings import Settings
-from deepfast.memory.eager import CHECKPOINTED, EAGER, RESIDUAL, STACK
 from deepfast.memory.sizes import Sizes
 from deepfast.nn import DLCL, Packing, TransformerEncoder
+
+STACK, LOOP, RESIDUAL, CHECKPOINTED = (
+    "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"
+)  # fmt: skip
+PLAIN_FORMS = (STACK, LOOP, RESIDUAL, CHECKPOINTED)
+"""Encoders of plain torch, in this order: DLCL as in the paper's code; DLCL as a loop of adds; no
+depth connection; no depth connection and `torch.utils.checkpoint` around each layer."""
 
 REFERENCE = STACK
 """The form that losses and gradients are compared with: the DLCL paper's code."""
 
-VARIANTS = (RESIDUAL, "deepfast", "DenseFormer form", "loop of adds", REFERENCE)
+VARIANTS = (RESIDUAL, "deepfast", "DenseFormer form", LOOP, REFERENCE)
 """In the order of every table."""
 
 DROPOUT = 0.1
@@ -95,7 +101,7 @@ class PlainEncoder(nn.Module):
     """A pre-norm encoder of plain torch: (B, S, D) to (B, S, D).
 
     Args:
-        form: how layers are connected, one of `deepfast.memory.eager.EAGER`.
+        form: how layers are connected, one of `PLAIN_FORMS`.
     """
 
     def __init__(
@@ -126,15 +132,15 @@ class EncoderModel(nn.Module):
 
     Args:
         sizes: dim, num_heads, layers and so on; an encoder alone.
-        form: for plain torch, which computes all logits at once, one of
-            `deepfast.memory.eager.EAGER`; for deepfast the recompute policy of all layers.
+        form: for plain torch, which computes all logits at once, one of `PLAIN_FORMS`; for deepfast
+            the recompute policy of all layers.
     """
 
     def __init__(self, sizes: Sizes, form: str):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
         shape = sizes.num_layers, sizes.dim, sizes.num_heads, sizes.ffn_dim
-        self.plain = form in EAGER
+        self.plain = form in PLAIN_FORMS
         if self.plain:
             self.encoder: nn.Module = PlainEncoder(*shape, form=form)
         else:

@@ -1,22 +1,19 @@
 """The memory chapter: every policy of an encoder, predicted and measured; the deepest encoder that
-fits a device, by closed forms; and these forms against counted steps."""
+the planner fits into a device; and whole steps, counted, also of plain PyTorch."""
 
-import bisect
 import statistics
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from deepfast.measure.clock import Row
-from deepfast.measure.encoders import DROPOUT, EncoderModel
+from deepfast.measure.encoders import DROPOUT, PLAIN_FORMS, EncoderModel
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.memory import POLICIES, Plan, parse_bytes, plan
-from deepfast.memory.eager import EAGER, eager_peak
 from deepfast.memory.plan import uniform_peak
-from deepfast.memory.sizes import MOST, OPTIMIZERS, Sizes
+from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.table import describe
 from deepfast.nn import Packing, TransformerEncoder
 
@@ -27,7 +24,6 @@ BUDGETS = ("2GiB", "4GiB", "8GiB", "16GiB", "24GiB", "80GiB")
 MODEL: dict[str, Any] = {"dim": 512, "tokens": 8192, "vocab_size": 32_000, "decoder_layers": 0}
 """Sizes of the planned models. The rest are `plan`'s defaults: bf16 autocast, Adam, dropout,
 CUDA."""
-PLANNED = "deepfast"
 
 HELD_MODEL: dict[str, Any] = {"dim": 64, "vocab_size": 4000, "decoder_layers": 0, "device": "cpu"}
 """Sizes of the counted models: an eighth of `MODEL`, tokens and heads included."""
@@ -118,8 +114,10 @@ def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
 
 
 def ratio(row: Row, more: int = 0) -> float | None:
-    """Predicted over measured peak, with ``more`` bytes in both; None if nothing was measured."""
-    return (row.predicted_bytes + more) / (row.peak_bytes + more) if row.peak_bytes else None
+    """Predicted over measured peak, with ``more`` bytes in both; None where one is missing."""
+    if row.predicted_bytes is None or row.peak_bytes is None:
+        return None
+    return (row.predicted_bytes + more) / (row.peak_bytes + more)
 
 
 # ---- the deepest model ---------------------------------------------------------------------------
@@ -138,32 +136,19 @@ def planned_sizes() -> Sizes:
     return plan(budget="1TiB", num_layers=1, **MODEL).sizes
 
 
-def deepest_eager(form: str, budget: int) -> int:
-    """The most layers of a plain form whose step fits ``budget`` bytes; 0 if not even one fits."""
-    sizes = planned_sizes()
-
-    def exceeds(layers: int) -> bool:
-        return eager_peak(replace(sizes, num_layers=layers), form) > budget
-
-    return bisect.bisect_left(range(1, MOST["num_layers"]), True, key=exceeds)
-
-
 def deepest() -> dict:
-    """The most layers for every budget and form, and the plan of deepfast's deepest model.
-
-    Computed from closed forms; nothing here was measured.
-    """
-    plans = [planned(budget) for budget in BUDGETS]
-    layers = {form: [deepest_eager(form, parse_bytes(b)) for b in BUDGETS] for form in EAGER}
-    layers[PLANNED] = [0 if found is None else found.sizes.num_layers for found in plans]
-    told = [
-        found and {"policies": describe(found.recompute), "time": found.time} for found in plans
-    ]  # fmt: skip
-    budgets = [{"name": budget, "bytes": parse_bytes(budget)} for budget in BUDGETS]
-    return {"model": MODEL, "budgets": budgets, "layers": layers, "plans": told}
+    """The plan of the deepest model for every budget. Nothing here was measured."""
+    plans = []
+    for budget in BUDGETS:
+        row: dict = {"budget": budget, "bytes": parse_bytes(budget), "layers": 0}
+        if (found := planned(budget)) is not None:
+            row |= {"layers": found.sizes.num_layers, "time": found.time}
+            row["policies"] = describe(found.recompute)
+        plans.append(row)
+    return {"model": MODEL, "plans": plans}
 
 
-# ---- closed forms against counted steps ----------------------------------------------------------
+# ---- whole steps, counted ------------------------------------------------------------------------
 
 
 class HeldCase:
@@ -185,19 +170,21 @@ class HeldCase:
         del moments
 
 
-def held(settings: Settings, forms: tuple[str, ...] = (*EAGER, *HELD_POLICIES)) -> list[Turns]:
-    """Every form at every small depth and dtype, counted once with its closed form."""
+def held(
+    settings: Settings, forms: tuple[str, ...] = (*PLAIN_FORMS, *HELD_POLICIES)
+) -> list[Turns]:
+    """Every form at every small depth and dtype, counted once; deepfast's with its prediction."""
     found = []
     for depth in settings.held_depths:
         for dtype in DTYPES:
             sizes, rows = held_sizes(depth, dtype), []
             for form in forms:
                 policy = HELD_POLICIES.get(form)
-                peak = uniform_peak(sizes, policy) if policy else eager_peak(sizes, form)
+                peak = uniform_peak(sizes, policy) if policy else None
                 rows.append(Row(variant=form, depth=depth, what=dtype, predicted_bytes=peak,
                                 tokens=sizes.tokens))  # fmt: skip
             make = partial(HeldCase, sizes)
-            found.append(Turns("closed forms", f"{depth} layers, {dtype}", rows, make))
+            found.append(Turns("whole steps", f"{depth} layers, {dtype}", rows, make))
     return found
 
 

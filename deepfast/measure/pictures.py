@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepfast.files import require, write_atomically
-from deepfast.memory.eager import RESIDUAL
+from deepfast.measure.encoders import RESIDUAL
 
 # Apart for colour-blind readers too: most are of Okabe and Ito.
 COLORS = {

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepfast.measure.encoders import RESIDUAL
 from deepfast.measure.pictures import (
     BLUE,
     COLORS,
@@ -22,7 +23,6 @@ from deepfast.measure.pictures import (
     styled,
     weight_map,
 )
-from deepfast.memory.eager import EAGER, RESIDUAL, eager_peak
 from deepfast.memory.plan import Plan, uniform_peak
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
@@ -37,13 +37,9 @@ NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
 """Policy -> name of its curve."""
 STEPS = Look(COLORS, strong=("deepfast",), dashed=(RESIDUAL,))
 MEMORY = Look(
-    dict(zip(NAMES.values(), GREENS, strict=True))
-    | {form: COLORS.get(form, BLUE) for form in (*EAGER, "deepfast")},
-    strong=(NAMES["none"], NAMES["layer+input"], "deepfast"), dashed=(RESIDUAL,),
-)  # fmt: skip
+    dict(zip(NAMES.values(), GREENS, strict=True)), strong=(NAMES["none"], NAMES["layer+input"])
+)
 CONNECTION_COLORS = COLORS["deepfast"], BLUE, COLORS["DenseFormer form"], COLORS["loop of adds"]
-MEMORY_HEIGHT = 3.9
-"""Inches: high enough for nine names below each other."""
 RUNS = {
     "dlcl": ("DLCL, pre-norm", COLORS["deepfast"]),
     "twin": ("residual, post-norm", COLORS["stack and sum"]),
@@ -128,18 +124,6 @@ def _policies(axes, report: dict) -> None:
     label_ends(axes, {policy: [point] for policy, point in points.items()}, look)
 
 
-def _deepest(axes, report: dict) -> None:
-    """Layers over budgets; a form has no point if not even one layer fits."""
-    budgets = [budget["bytes"] / GIB for budget in report["deepest"]["budgets"]]
-    curves = {
-        form: [pair for pair in zip(budgets, layers, strict=True) if pair[1]]
-        for form, layers in report["deepest"]["layers"].items()
-        if any(layers)
-    }
-    axes.set_title("most layers that fit")
-    over_depth(axes, curves, MEMORY, "GiB of the device", log=True)
-
-
 def _memory(axes, report: dict) -> None:
     """Predicted memory over depth, of `memory_curves`."""
     axes.set_title(report["curves"]["title"])
@@ -197,12 +181,7 @@ PICTURES = {
     "connection-time": _of_connections("median_seconds", "time, ms", 1e3),
     "connection-memory": _of_connections("peak_bytes", "peak memory, MiB", 1 / MIB),
     "policies": Picture("Peak memory over the time of a step, every recompute policy", _policies),
-    "deepest": Picture(
-        "Most encoder layers that fit, over budgets of memory", _deepest, height=MEMORY_HEIGHT
-    ),
-    "depth_memory": Picture(
-        "Predicted peak memory of a step over encoder layers", _memory, height=MEMORY_HEIGHT
-    ),
+    "depth_memory": Picture("Predicted peak memory of a step over encoder layers", _memory),
     "losses": Picture("Training and dev NLL over optimizer steps", _losses, height=3.1),
     "weights": Picture("Heat map of the learned depth weights", _weights, height=WIDTH * 0.8),
 }
@@ -213,16 +192,14 @@ PICTURES = {
 
 
 def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
-    """Name -> (layers, GiB): each policy, the same on all layers, and each plain form. All include
-    the same margin for a device's allocator."""
+    """Name -> (layers, GiB): each policy, the same on all layers."""
     mixes = sizes.connection in MIXING
     found: dict[str, list[tuple[int, float]]] = {}
     for layers in DEPTHS:
         deep = replace(sizes, num_layers=layers)
-        peaks = {form: eager_peak(deep, form) for form in EAGER}
-        peaks |= {NAMES[p]: uniform_peak(deep, p) for p in POLICIES if mixes or p != "layer+input"}
-        for name, peak in peaks.items():
-            found.setdefault(name, []).append((layers, peak / GIB))
+        for policy in POLICIES if mixes else POLICIES[:-1]:
+            peak = uniform_peak(deep, policy) / GIB
+            found.setdefault(NAMES[policy], []).append((layers, peak))
     return found
 
 
@@ -234,7 +211,7 @@ def memory_title(sizes: Sizes) -> str:
 def draw_plan(plan: Plan, path: Path) -> None:
     """Writes the memory of the plan's model over depth, with a line at the budget, as SVG or PNG,
     by the file's ending."""
-    with picture(path, height=MEMORY_HEIGHT) as figure:
+    with picture(path) as figure:
         axes = figure.add_subplot()
         axes.set_title(memory_title(plan.sizes))
         line_at(axes, f"budget {format_bytes(plan.budget)}", plan.budget / GIB)

@@ -37,7 +37,7 @@ class Settings:
     policy_depth: int = 60
     """Layers of the encoder whose policies are timed; one of ``depths``."""
     held_depths: tuple[int, ...] = (6, 30)
-    """Layers of the small models that the closed forms are compared with."""
+    """Layers of the small models whose whole steps are counted."""
     connection_depths: tuple[int, ...] = (12, 24, 48, 96)
     """Layers of the stacks whose connections are compared."""
     connection_tokens: int = 256

@@ -6,7 +6,6 @@ import pytest
 
 from deepfast.cli import main
 from deepfast.memory import POLICIES
-from deepfast.memory.eager import EAGER
 from deepfast.memory.timeline import CATEGORIES
 
 ARGUMENTS = ["plan", "--budget", "24GiB", "--dim", "512", "--tokens", "8192"]
@@ -72,7 +71,7 @@ def test_options_are_those_of_plan(capsys):
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png"])
-def test_the_picture_shows_every_policy_and_plain_form(tmp_path, ending, capsys):
+def test_the_picture_shows_every_policy(tmp_path, ending, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"memory{ending}"
     assert main([*ARGUMENTS, "--num-layers", "30", "--plot", str(path)]) == 0
@@ -82,7 +81,7 @@ def test_the_picture_shows_every_policy_and_plain_form(tmp_path, ending, capsys)
         return
     text = content.decode()
     policies = [f"deepfast, {policy}" for policy in POLICIES]
-    for name in (*policies, *EAGER, "budget 24.0 GiB"):
+    for name in (*policies, "budget 24.0 GiB"):
         assert f">{name}</text>" in text
 
 

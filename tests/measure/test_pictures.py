@@ -24,7 +24,6 @@ from deepfast.measure.sweep_picture import (
     write_page,
 )
 from deepfast.memory import POLICIES
-from deepfast.memory.eager import EAGER
 from deepfast.mt.search.score import sentence_counts
 from deepfast.mt.sweep.grid import points
 from deepfast.mt.sweep.table import (
@@ -141,13 +140,7 @@ def test_every_picture_of_the_page(made):
         "connection-time": (*CONNECTIONS, "time, ms"),
         "connection-memory": (*CONNECTIONS, "peak memory, MiB"),
         "policies": (*POLICIES, "peak MiB, 8 layers"),
-        "deepest": (*EAGER, "deepfast", "16", "24", "GiB of the device"),
-        "depth_memory": (
-            *EAGER,
-            "deepfast, none",
-            "deepfast, layer+input",
-            "200",
-        ),
+        "depth_memory": ("deepfast, none", "deepfast, layer+input", "200"),
         "losses": ("DLCL, pre-norm", "residual, post-norm", "token frequencies alone"),
         "weights": ("output", "input of layer"),
     }
