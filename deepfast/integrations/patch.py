@@ -2,12 +2,10 @@
 
 import warnings
 from collections import Counter
-from typing import Any
 
 from torch import nn
 
 from deepfast import checks
-from deepfast.integrations import hf_attention
 from deepfast.integrations.losses import has_loss, patch_loss
 from deepfast.integrations.norms import is_norm, known
 from deepfast.integrations.swap import Handle, Swapped
@@ -32,9 +30,7 @@ class Patch(Handle):
         return f"Patch(replaced={dict(self.replaced)}, left={self.left})"
 
 
-def patch(
-    model: nn.Module, *, norms: bool = True, loss: bool = True, attention: bool = False
-) -> Patch:
+def patch(model: nn.Module, *, norms: bool = True, loss: bool = True) -> Patch:
     """Replaces what a model computes by fused ops with the same result.
 
     ::
@@ -56,25 +52,18 @@ def patch(
             more. The logits are not computed: ``output.logits`` is None. Without labels, in
             evaluation, and with arguments or settings that change the loss, the model computes
             what it did.
-        attention: Hugging Face's attention by `ops.attention`, without the padding, with its groups
-            of heads and its sliding windows. At padding the outputs of a model then differ from
-            before, and nothing reads them.
 
     Returns:
         A handle whose ``remove()`` undoes it. ``replaced`` counts what was replaced, and ``left``
         has the reason for each class that was left.
 
     Raises:
-        TypeError, ValueError: for a model without the attention interface of transformers. A
-            forward pass raises ValueError for an attention that is neither causal nor full and has
-            no sliding window.
+        TypeError: for what is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be a module, got {type(model).__name__}")
-    checks.flag(OP, norms=norms, loss=loss, attention=attention)
+    checks.flag(OP, norms=norms, loss=loss)
     handle = Patch()
-    if attention:
-        handle.replaced[f"attention of {_patch_attention(model, handle)}"] = 1
     for module in model.modules():
         if isinstance(module, Swapped):
             continue
@@ -98,24 +87,3 @@ def _note(handle: Patch, what: str, why: str | None) -> None:
         handle.replaced[what] += 1
     else:
         handle.left[what] = why
-
-
-def _patch_attention(model: nn.Module, handle: Handle) -> str:
-    """Sets the attention of the model of transformers in ``model``; returns its class."""
-    named = (m for m in model.modules() if hasattr(m, "set_attn_implementation"))
-    found: Any = next(named, None)
-    if found is None:
-        raise ValueError(
-            f"{OP}: attention=True needs a model of transformers with set_attn_implementation, got "
-            f"{type(model).__name__}"
-        )
-    before = found.config._attn_implementation
-    hf_attention.register()
-    found.set_attn_implementation(hf_attention.NAME)
-    if found.config._attn_implementation != hf_attention.NAME:
-        raise ValueError(
-            f"{OP}: {type(found).__name__} does not take its attention from transformers' "
-            "AttentionInterface; leave attention=False"
-        )
-    handle.on_remove(lambda: found.set_attn_implementation(before))
-    return type(found).__name__

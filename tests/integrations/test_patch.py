@@ -310,8 +310,6 @@ def test_what_is_left_is_named():
 def test_refuses():
     with pytest.raises(TypeError, match="model must be a module, got str"):
         deepfast.patch("bert")
-    with pytest.raises(ValueError, match="attention=True needs a model of transformers"):
-        deepfast.patch(nn.LayerNorm(3), attention=True)
     for norm, op in ((nn.LayerNorm(3), "layer_norm"), (nn.RMSNorm(3), "rms_norm")):
         deepfast.patch(norm)
         with pytest.raises(TypeError, match=f"^{op}: x must be a tensor, got NoneType"):
