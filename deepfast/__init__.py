@@ -4,7 +4,7 @@ deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.connect  puts a depth connection into a model that you already have
 deepfast.patch    our ops in the place of a model's own norms and loss
-deepfast.integrations  the names that DenseFormer's, fairseq's and x-transformers' users call
+deepfast.integrations  the layer histories of fairseq's forks
 deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
 """

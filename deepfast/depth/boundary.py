@@ -149,23 +149,6 @@ class PerThread(threading.local):
         return type(self), ()
 
 
-class OpenPass(PerThread):
-    """The pass of a module whose callers hold no history."""
-
-    history: DepthHistory | None = None
-    x: Tensor | None = None
-    """What the newest row returned."""
-
-    def begin(self) -> None:
-        self.end()
-        self.history, self.x = DepthHistory(), None
-
-    def end(self) -> None:
-        if self.history is not None:
-            self.history.close()
-        self.history = None
-
-
 @common.traced_as("boundary_parameters")
 class Parameters(torch.autograd.Function):
     """The first token of a pass. Returns the parameters' gradients when backward ends.

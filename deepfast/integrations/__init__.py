@@ -1,17 +1,5 @@
-"""The names that people already call, on the engine of this package."""
+"""Fused ops in models of other packages, and the layer histories of fairseq's forks."""
 
-from deepfast.integrations.denseformer import DWAModules
-from deepfast.integrations.layer_history import (
-    CreateLayerHistory,
-    DynamicLinearCombination,
-    LayerHistory,
-)
-from deepfast.integrations.x_transformers import fuse_layer_integrators
+from deepfast.integrations.layer_history import CreateLayerHistory, LayerHistory
 
-__all__ = [
-    "CreateLayerHistory",
-    "DWAModules",
-    "DynamicLinearCombination",
-    "LayerHistory",
-    "fuse_layer_integrators",
-]
+__all__ = ["CreateLayerHistory", "LayerHistory"]

@@ -59,3 +59,20 @@ def test_half_precision_and_autocast():
         assert attention_residual(query, mixed).dtype == torch.float32
     assert torch.equal(again, full[0])
     assert torch.equal(weights, full[1])
+
+
+@pytest.mark.filterwarnings("ignore:Triton is not supported")
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("output_norm", [False, True])
+def test_is_the_naive_form_of_fla(count, output_norm):
+    of_fla = pytest.importorskip("fla.ops.attnres.naive").naive_attnres
+    residuals = [torch.randn(2, 5, 16, requires_grad=True) for _ in range(count)]
+    query, weight, last = (torch.randn(16, requires_grad=True) for _ in range(3))
+    output = {"output_rms_weight": last} if output_norm else {}
+    found = []
+    for op in (attention_residual, of_fla):
+        out, p = op(query, residuals, weight, scale=0.5, return_weights=True, **output)
+        p = p if op is of_fla else p.movedim(-1, 0)
+        leaves = [query, weight, *residuals, *output.values()]
+        found.append([out, p.detach(), *torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
