@@ -3,7 +3,8 @@
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.connect  puts a depth connection into a model that you already have
-deepfast.patch    our ops in the place of a model's own norms and loss
+deepfast.patch    our ops in the place of a model's own norms
+deepfast.causal_lm_loss  the loss of a causal language model of Hugging Face without its logits
 deepfast.integrations  the layer histories of fairseq's forks
 deepfast.memory   the memory of a training step, counted and planned
 deepfast.mt       the translation toolkit: data, models, training, search
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from deepfast import integrations, memory, mt, nn, ops
     from deepfast.attach import connect, connected, disconnect
     from deepfast.attach.attnres import attnres_options, attnres_state_dict, load_attnres
+    from deepfast.integrations.causal_lm import causal_lm_loss
     from deepfast.integrations.patch import patch
     from deepfast.nn.parameter_groups import parameter_groups
 
 FUNCTIONS = {
     "attnres_options": "attach.attnres",
     "attnres_state_dict": "attach.attnres",
+    "causal_lm_loss": "integrations.causal_lm",
     "connect": "attach",
     "connected": "attach",
     "disconnect": "attach",
@@ -36,6 +39,7 @@ __all__ = [
     "__version__",
     "attnres_options",
     "attnres_state_dict",
+    "causal_lm_loss",
     "connect",
     "connected",
     "disconnect",

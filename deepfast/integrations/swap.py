@@ -65,9 +65,6 @@ class Handle:
         """Changes that remove() undoes."""
         return len(self._undo)
 
-    def on_remove(self, undo) -> None:
-        self._undo.append(undo)
-
     def remove(self) -> None:
         """Makes every module what it was. A second call does nothing."""
         while self._undo:

@@ -23,14 +23,25 @@ MODELS = [
 ]
 if importlib.util.find_spec("transformers") is not None:
     MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch",
-               "llama/sublayers", "t5/sublayers"]  # fmt: skip
+               "llama/loss", "llama/sublayers", "t5/sublayers"]  # fmt: skip
 FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
+
+
+class Loss(torch.nn.Module):
+    """The loss of a causal language model as a module to wrap."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return deepfast.causal_lm_loss(self.model, **inputs)
 
 
 def fsdp(model, case):
     """Each layer is a unit, and so is an output layer of its own; the connection is in the unit of
     its parent or of the model."""
-    for layer in case.layers(model):
+    for layer in case.layers(model.model if isinstance(model, Loss) else model):
         fully_shard(layer)
     if hasattr(model, "lm_head") and not model.config.tie_word_embeddings:
         fully_shard(model.lm_head)
@@ -38,8 +49,8 @@ def fsdp(model, case):
 
 
 def step(form, name, what):
-    """what: the recompute policy of a connected model, "patch", or "sublayers" that read, or
-    "gated" that do so on top of the residual stream."""
+    """what: the recompute policy of a connected model, "patch", "loss", or "sublayers" that read,
+    or "gated" that do so on top of the residual stream."""
     case = CASES[name]
     torch.manual_seed(0)
     plain, inputs = perturbed(case.make()), batch(padded=True)
@@ -47,15 +58,18 @@ def step(form, name, what):
         additive = what if what == "gated" else None
         for made in case.connect(plain, "attnres", sublayers="auto", additive=additive).values():
             perturbed(made)
-    elif what != "patch":
+    elif what not in ("patch", "loss"):
         case.connect(plain, recompute=what)
     wrapped = copy.deepcopy(plain)
     if what == "patch":
         deepfast.patch(wrapped)
+    if what == "loss":
+        wrapped = Loss(wrapped)
 
     def loss(model):
-        if what == "patch":
-            return model(**inputs).loss
+        if what in ("patch", "loss"):
+            out = model(**inputs)
+            return out if isinstance(out, torch.Tensor) else out.loss
         # Each rank has its own.
         return (case.run(model) - dist.get_rank()).square().mean()
 
@@ -68,11 +82,13 @@ def step(form, name, what):
     for _ in range(2):
         wrapped.zero_grad()
         loss(wrapped).backward()
+    prefix = "model." if what == "loss" else ""
     found = {
-        n.removeprefix("module."): p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+        n.removeprefix("module.").removeprefix(prefix): p.grad
         for n, p in wrapped.named_parameters()
     }
-    assert_same(found, expected, 1e-5 if what == "patch" else 1e-6)
+    found = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+    assert_same(found, expected, 1e-5 if what in ("patch", "loss") else 1e-6)
 
 
 def test_two_ranks(agree_on_ranks):

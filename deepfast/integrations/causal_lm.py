@@ -1,0 +1,151 @@
+"""The loss of a causal language model of Hugging Face transformers without its logits."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepfast import ops
+
+OP = "causal_lm_loss"
+OTHER = ("ignore_index", "logits_to_keep", "num_logits_to_keep", "shift_labels")
+"""Arguments of models that change the loss."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+TOKENS, LARGEST = 8, 64.0
+"""Tokens that are compared, and the largest of their logits: a cap changes it."""
+
+_compared: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
+"""The output layer and the options with which a model was compared."""
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    num_items_in_batch: int | Tensor | None = None,
+    **inputs,
+) -> Tensor:
+    """The loss of ``model(input_ids, labels=labels, **inputs)`` by `ops.linear_cross_entropy`.
+
+    The base model runs, and then the op with the weight and bias of the output layer, so the logits
+    of all tokens never exist. The first call compares the model with that on a few tokens, in
+    evaluation and without gradients: a model with other hidden states, logits or another loss is
+    refused. Inside `torch.compile` nothing is compared: call it once before.
+
+    DDP, FSDP and `torch.compile` are expected around a module whose forward returns this loss, not
+    around ``model``, whose own forward does not run here.
+
+    Args:
+        model: a causal language model of transformers, or a model of PEFT around one.
+        input_ids: (B, S).
+        labels: (B, S), as of transformers: token s predicts label s + 1, and -100 is ignored.
+        num_items_in_batch: what the sum of the losses is divided by, as Hugging Face's Trainer
+            gives it; None for the mean.
+        inputs: other arguments of the base model, such as ``attention_mask``.
+
+    Returns:
+        The loss, 0-dim, see `ops.linear_cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: for a model that has another loss, that is wrapped, or whose output
+            layer is not a plain `torch.nn.Linear` without hooks.
+    """
+    inner: Any = model
+    if hasattr(type(model), "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]
+    # A wrapper may have the method of the model in it, but not its class.
+    if not hasattr(type(inner), "get_output_embeddings"):
+        raise TypeError(
+            f"{OP}: model must be a causal language model of transformers or of PEFT, got "
+            f"{type(inner).__name__}; wrap a module whose forward returns this loss"
+        )
+    if unknown := [name for name in OTHER if inputs.get(name) is not None]:
+        raise TypeError(f"{OP}: {unknown[0]} is not supported")
+    head = _output_layer(inner)
+    if not torch.compiler.is_compiling():
+        kinds = bool, int, str
+        options = {name: value for name, value in inputs.items() if isinstance(value, kinds)}
+        key = head, *sorted(options.items())
+        compared = _compared.setdefault(model, set())
+        if key not in compared:
+            # Before, so that a forward which calls this function ends.
+            compared.add(key)
+            if why := _difference(model, inner, head, options):
+                compared.discard(key)
+                raise ValueError(f"{OP}: {type(inner).__name__} {why}; let it compute its own loss")
+    hidden = inner.base_model(input_ids=input_ids, **inputs)[0]
+    loss = ops.linear_cross_entropy(
+        hidden, head.weight, F.pad(labels[..., 1:], (0, 1), value=-100).to(hidden.device),
+        linear_bias=head.bias, reduction="mean" if num_items_in_batch is None else "sum",
+    )  # fmt: skip
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _output_layer(model: Any) -> nn.Linear:
+    head, why = model.get_output_embeddings(), None
+    if type(head) is not nn.Linear:
+        why = f"is a {type(head).__module__}.{type(head).__name__}, expected torch.nn.Linear"
+    elif type(head.weight) is not nn.Parameter:
+        why = f"has a weight of type {type(head.weight).__name__}, expected a plain parameter"
+    elif "forward" in vars(head):
+        why = "has a forward that is not that of its class"
+    elif found := [name for name in HOOKS if vars(head)[name]]:
+        why = f"has {found[0][1:].replace('_', ' ')}, which would not run"
+    if why is not None:
+        raise ValueError(f"{OP}: the output layer of {type(model).__name__} {why}")
+    return head
+
+
+def _difference(model: Any, inner: Any, head: nn.Linear, options: dict) -> str | None:
+    """Why the loss of ``model`` is not that of `causal_lm_loss`, if it is not."""
+    if inner.base_model is inner:
+        return "has no base model"
+    read: list[Tensor] = []
+    logits: list[Tensor] = []
+
+    def instead(_, args, out):
+        """Other logits, which show what follows. They take no random numbers."""
+        read.append(args[0])
+        places = torch.arange(out.numel(), device=out.device).view_as(out)
+        logits.append((LARGEST * places.sin()).to(out.dtype))
+        return logits[-1]
+
+    ids = torch.arange(TOKENS, device=head.weight.device)[None] % head.out_features
+    training = [module for module in model.modules() if module.training]
+    hook = head.register_forward_hook(instead)
+    try:
+        model.eval()
+        with torch.no_grad():
+            out = model(input_ids=ids, labels=ids, return_dict=True, **options)
+            hidden = inner.base_model(input_ids=ids, **options)[0]
+    finally:
+        hook.remove()
+        for module in training:
+            module.training = True
+        # Autocast keeps weights that it cast here without their gradients.
+        torch.clear_autocast_cache()
+    if len(logits) != 1:
+        return "does not call its output layer once"
+    if not _alike(hidden, read[0], max(1e-4, 8 * torch.finfo(hidden.dtype).eps)):
+        return (
+            "gives its output layer other states than its base model returns here, for example by "
+            "a layer in between, by prompts of PEFT, or under autocast: call this function `with "
+            "accelerator.autocast()`"
+        )
+    if not _alike(out.logits.to(logits[0].dtype), logits[0]):
+        return "scales, caps or otherwise changes the logits of its output layer"
+    if not _alike(out.loss, F.cross_entropy(logits[0][0, :-1].float(), ids[0, 1:]), 2e-6):
+        return "has another loss than the mean cross entropy of the next tokens"
+    return None
+
+
+def _alike(got: Tensor, want: Tensor, tolerance: float = 0.0) -> bool:
+    """Up to ``tolerance`` of the largest number."""
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return False
+    return bool((got - want).abs().max() <= tolerance * want.abs().max())
