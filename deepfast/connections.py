@@ -30,8 +30,6 @@ class Kind(NamedTuple):
     """The connection as which the planner of memory counts it; None: it cannot."""
     streams: bool = False
     """Whether a layer has an input each for its queries, keys, values and residual."""
-    drops_input: bool = False
-    """Whether a layer adds its input to nothing: its residual begins with its first branch."""
 
 
 CONNECTIONS = {
@@ -43,16 +41,6 @@ CONNECTIONS = {
     # learned scale, which starts at 1.
     "denseformer": Kind(
         "dlcl.Mixed", dlcl={"norm": None, "init": "identity"}, mixes=True, planned="dlcl"
-    ),
-    # The base model of the authors' code (Charpentier and Samuel, "Not all layers are equally as
-    # important", 2023): the stack's output is the last layer's, and no row weighs it.
-    "elcbert": Kind(
-        "dlcl.Mixed",
-        dlcl={"norm": None, "softmax": True, "init": "newest", "output_row": False},
-        mixes=True,
-        pre_norm=True,
-        planned="dlcl",
-        drops_input=True,
     ),
     "attnres": Kind(
         "attention_residuals.Attended", mixes=True, attends=True, pre_norm=True, planned="attnres"

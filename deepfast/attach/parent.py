@@ -110,11 +110,6 @@ def connect(
             f"deepfast.nn.TransformerEncoder(..., connection={connection!r}), or deepfast.nn.MUDD "
             "in a loop of your own"
         )
-    if connection in names("drops_input"):
-        raise ValueError(
-            f"{OP}: connection={connection!r} needs layers that do not add their input to their "
-            f"output, as those of deepfast.nn.TransformerEncoder(..., connection={connection!r})"
-        )
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)
     checks.choice(OP, POLICIES, recompute=recompute)

@@ -155,11 +155,9 @@ class DLCL(DepthConnection):
             weight per channel).
         groups: number of weights per pair of layers, for "group".
         init: "average" (1 / (l + 1)), "one" or "identity" (1 on the newest state, 0 elsewhere).
-            With ``softmax`` these are the weights after the softmax ("one" becomes "average"), or
-            "newest": before the softmax 1 on the newest state and 0 elsewhere, as in ELC-BERT.
+            With ``softmax`` these are the weights after the softmax ("one" becomes "average").
         learnable: False freezes the weights at their init.
         softmax: each row of W is passed through a softmax over the states that it reads.
-        output_row: False: the last row is the newest state alone, so that it weighs nothing.
         window, dilation, period: which states a row reads, see `depth_pattern`. A weight outside
             the pattern is exactly 0 and gets no gradient, and the row does not read its state.
         normalize_embedding: True gives index 0 its LN. By default it has none, and row 0 of
@@ -176,8 +174,8 @@ class DLCL(DepthConnection):
         weight: (L+1, L+1), or (L+1, L+1, groups) or (L+1, L+1, D); row l feeds layer l + 1.
         norm_weight, norm_bias: (L+1, D), or None without norm. RMS norms have no bias.
 
-    Sources: Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
-    Eq. 7 to 9; Charpentier and Samuel, arXiv 2311.02265, 2023, for "newest".
+    Source: Wang et al., Learning Deep Transformer Models for Machine Translation, ACL 2019,
+    Eq. 7 to 9.
     """
 
     name, pass_kind = "DLCL", ConstantPass
@@ -194,7 +192,6 @@ class DLCL(DepthConnection):
         init: str = "average",
         learnable: bool = True,
         softmax: bool = False,
-        output_row: bool = True,
         window: int | None = None,
         dilation: int = 1,
         period: int = 1,
@@ -206,16 +203,14 @@ class DLCL(DepthConnection):
         checks.choice("DLCL", ("pre", "post", None), norm=norm)
         checks.choice("DLCL", ("layer", "rms"), norm_type=norm_type)
         checks.choice("DLCL", ("scalar", "group", "vector"), weight_type=weight_type)
-        inits = ("average", "one", "identity", *(("newest",) if softmax else ()))
-        checks.choice("DLCL", inits, init=init)
+        checks.choice("DLCL", ("average", "one", "identity"), init=init)
         checks.whole("DLCL", num_layers=num_layers, dim=dim, dilation=dilation, period=period)
         for name, size in (("window", window), ("groups", groups)):
             if size is not None:
                 checks.whole("DLCL", **{name: size})
         checks.flag(
-            "DLCL", learnable=learnable, softmax=softmax, output_row=output_row,
-            normalize_embedding=normalize_embedding,
-        )  # fmt: skip
+            "DLCL", learnable=learnable, softmax=softmax, normalize_embedding=normalize_embedding
+        )
         checks.eps("DLCL", eps)
         if weight_type == "group" and groups is None:
             raise ValueError(f"DLCL: weight_type='group' needs groups, from 1 to {dim}, got None")
@@ -224,8 +219,6 @@ class DLCL(DepthConnection):
         if groups is not None and groups > dim:
             raise ValueError(f"DLCL: groups must be between 1 and {dim}, got {groups}")
         pattern = depth_pattern(num_layers + 1, window, dilation, period)
-        if not output_row:
-            pattern = (*pattern[:-1], (num_layers,))
         super().__init__(
             num_layers, dim, pattern, norm=norm, state_dtype=state_dtype, eps=eps, backend=backend
         )
@@ -249,11 +242,7 @@ class DLCL(DepthConnection):
     def reset_parameters(self) -> None:
         # The softmax of log w is w for rows that add up to one; the log of 0 counts as -30.
         nn.init.constant_(self.weight, -30.0 if self.softmax else 0.0)
-        if self.init == "newest":
-            nn.init.zeros_(self.weight)
-            for row in range(self.rows):
-                nn.init.ones_(part(self.weight, (row, row)))
-        for row, sources in enumerate(self.pattern if self.init != "newest" else ()):
+        for row, sources in enumerate(self.pattern):
             value = 1.0 / len(sources) if self.init == "average" else 1.0
             value = math.log(value) if self.softmax else value
             for k in (row,) if self.init == "identity" else sources:

@@ -76,15 +76,11 @@ class _Layer(nn.Module):
         if self.crosses:
             self.cross_attention_norm = make(dim, backend=backend) if own_later else None
         self.feed_forward_norm = make(dim, backend=backend) if own_later else None
-        self.inner_norms: nn.ModuleDict | None = None
-        """KEEL's norms of what each part reads, by the part's name."""
-        self.drops_input = False
-        """Whether the residual begins with the branch of self-attention, as in ELC-BERT."""
 
     @torch.no_grad()
-    def _scale(self, alpha: float, beta: float, inner: bool) -> None:
-        """Makes a post-norm layer one with ``x' = LN(alpha * x + f(x))``; ``inner``: with f(LN(x)).
-        At the start the projections of values, outputs and the feed-forward block have gain beta.
+    def _scale(self, alpha: float, beta: float) -> None:
+        """Makes a post-norm layer one with ``x' = LN(alpha * x + f(x))``. At the start the
+        projections of values, outputs and the feed-forward block have gain beta.
 
         The stack runs the layer with a gate of 1 / alpha, for which the norms have another eps:
         ``LN(alpha * z; eps) = LN(z; eps / alpha^2)``.
@@ -98,11 +94,6 @@ class _Layer(nn.Module):
         for norm in self.modules():
             if isinstance(norm, LayerNorm | RMSNorm):
                 norm.eps /= alpha**2
-        if inner:
-            kind, backend = type(self.attention_norm), self.attention_norm.backend
-            self.inner_norms = nn.ModuleDict(
-                {part: kind(self.dim, backend=backend) for part in self.parts}
-            )
 
     def _attentions(self) -> list[MultiheadAttention]:
         return [self.attention, self.cross_attention] if self.crosses else [self.attention]
@@ -118,12 +109,6 @@ class _Layer(nn.Module):
         # A rerun of the whole layer computes n anyway, so keeping x would gain nothing.
         kept = backward and plain_norm(norm) and self.recompute not in RERUN
         return norm.recompute(n, x) if kept else None
-
-    def _inner(self, part: str, x: Tensor) -> tuple[Tensor, Recompute | None]:
-        """What a part of KEEL reads: LN(x), and what gives it again."""
-        norm: Norm = self.inner_norms[part]  # type: ignore[index,assignment]
-        n = norm(x)
-        return n, self._again(norm, n, x)
 
     crosses = False
     parts: tuple[str, ...] = ("attention", "feed_forward")
@@ -161,14 +146,8 @@ class _Layer(nn.Module):
             own, cross: further arguments of self-attention and of attention to the encoder.
         """
         post = self.norm == "post"
-        if self.inner_norms is None:
-            n, again = x if normed is None else normed, recompute_n
-        else:
-            n, again = self._inner("attention", x)
-        branch = self._attend("attention", n, packing, again, gate, **own)
-        if self.drops_input:
-            # No dropout of torch's in place of the sum: it would keep a mask.
-            x = torch.zeros_like(x)
+        n = x if normed is None else normed
+        branch = self._attend("attention", n, packing, recompute_n, gate, **own)
         # The norm after each attention, in pre-norm that of the next part.
         norms = [self.attention_norm] if post else []
         norms += [self.cross_attention_norm] if self.crosses else []
@@ -176,18 +155,8 @@ class _Layer(nn.Module):
         if self.crosses:
             n, s = add_norm(norms[0], branch, x, self.dropout)
             x = n if post else s
-            if self.inner_norms is None:
-                again = self._again(norms[0], n, s)
-            else:
-                n, again = self._inner("cross_attention", n)
+            again = self._again(norms[0], n, s)
             branch = self._attend("cross_attention", n, packing, again, gate, **cross)
-        if self.inner_norms is not None:
-            x, _ = norms[-1](branch, residual=x, dropout_p=self.dropout)
-            inner: Norm = self.inner_norms["feed_forward"]  # type: ignore[assignment]
-            _, f = self.feed_forward.after_norm(
-                inner, x, None, 0.0, recompute=self.recompute, gate=gate
-            )
-            return self.feed_forward_norm(f, residual=x, dropout_p=self.dropout)[0]
         x, f = self.feed_forward.after_norm(
             norms[-1],
             branch,

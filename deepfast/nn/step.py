@@ -45,7 +45,7 @@ def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
     if layer.feed_forward.activation not in KINDS:
         return False
     used = all(p.dtype == x.dtype and p.device == x.device for p in layer.parameters())
-    return used and not layer.training and not layer.drops_input
+    return used and not layer.training
 
 
 class LayerStep:

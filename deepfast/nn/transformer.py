@@ -17,9 +17,6 @@ from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window
 from deepfast.ops.decoding import compiled
 
-SCALED = "deepnorm", "keel"
-"""Norms of a stack that are post-norm with a scaled residual."""
-
 
 class _Stack(nn.Module):
     """What encoder and decoder share: layers of one type, a connection, policies, gates."""
@@ -59,10 +56,10 @@ class _Stack(nn.Module):
         super().__init__()
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
-        checks.choice(op, ("pre", "post", *SCALED), norm=norm)
+        checks.choice(op, ("pre", "post", "deepnorm"), norm=norm)
         self.alpha, beta = self._scales(op, norm, connection, norm_type, num_layers, decoder_layers)
-        self.scaled = norm if norm in SCALED else None
-        """"deepnorm" or "keel"; alpha is what multiplies the residual then."""
+        self.scaled = norm == "deepnorm"
+        """Whether the stack is post-norm with a residual that alpha multiplies."""
         norm = "post" if self.scaled else norm
         for name, options in (("dlcl", dlcl), ("latent", latent)):
             if options is not None:
@@ -87,9 +84,8 @@ class _Stack(nn.Module):
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
         checks.flag(op, depth_init=depth_init)
         for layer in self.layers:
-            layer.drops_input = CONNECTIONS[connection].drops_input
             if self.scaled:
-                layer._scale(self.alpha, beta, self.scaled == "keel")
+                layer._scale(self.alpha, beta)
             if depth_init:
                 layer._scale_outputs((len(self.layer.parts) * num_layers) ** -0.5)
         self.set_recompute(recompute)
@@ -98,7 +94,7 @@ class _Stack(nn.Module):
         self, op: str, norm: str, connection: str, norm_type: str, layers: int,
         decoder_layers: int | None,
     ) -> tuple[float, float]:  # fmt: skip
-        """alpha and beta of DeepNorm and KEEL; 1 for other norms."""
+        """alpha and beta of DeepNorm; 1 for other norms."""
         decodes = issubclass(self.layer, TransformerDecoderLayer)
         if decoder_layers is not None:
             checks.whole(op, decoder_layers=decoder_layers)
@@ -106,7 +102,7 @@ class _Stack(nn.Module):
                 raise ValueError(
                     f"{op}: decoder_layers is for an encoder with norm='deepnorm', got {norm=}"
                 )
-        if norm not in SCALED:
+        if norm != "deepnorm":
             return 1.0, 1.0
         for name, value, needed in (
             ("connection", connection, ("residual",)),
@@ -114,8 +110,6 @@ class _Stack(nn.Module):
         ):
             if value not in needed:
                 raise ValueError(f"{op}: {norm=} needs {name}={needed[0]!r}, got {value!r}")
-        if norm == "keel":
-            return float(len(self.layer.parts) * layers), 1.0
         if decodes:
             return (3 * layers) ** 0.25, (12 * layers) ** -0.25
         if decoder_layers is None:
@@ -124,7 +118,7 @@ class _Stack(nn.Module):
         return 0.81 * both, 0.87 / both
 
     def extra_repr(self) -> str:
-        return f"norm={self.scaled!r}, alpha={self.alpha:g}" if self.scaled else ""
+        return f"norm='deepnorm', alpha={self.alpha:g}" if self.scaled else ""
 
     def gates(self, language: int = 0) -> list[Gate | None]:
         """The gates that scale the branches of each layer in one forward pass.
@@ -184,17 +178,13 @@ class TransformerEncoder(_Stack):
         num_kv_heads: heads of keys and values, see `MultiheadAttention`; None for H.
         window: of every self-attention, see `MultiheadAttention`.
         connection: one of `deepfast.connections.CONNECTIONS`: "dlcl"; "residual";
-            "denseformer", which is a DLCL with other defaults; "elcbert", which is one with a
-            softmax over each row and without norms, whose layers ``a = attention(LN(x))``,
-            ``y = a + ffn(LN(a))`` add their input to nothing; "attnres" and "block_attnres", see
+            "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
             `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
             layers to use.
-        norm: "pre" (with a final LN), "post", "deepnorm" or "keel". The last two need
-            ``connection="residual"``. With "keel" each sublayer f gives
-            ``x' = LN(alpha * x + f(LN(x)))``; alpha is the number of sublayers of the stack. With
-            "deepnorm" it gives ``x' = LN(alpha * x + f(x))``, and at the start the weights of
-            values, outputs and feed-forward blocks are multiplied by beta; those of queries and
-            keys are not:
+        norm: "pre" (with a final LN), "post" or "deepnorm". The last needs
+            ``connection="residual"``: each sublayer f gives ``x' = LN(alpha * x + f(x))``, and at
+            the start the weights of values, outputs and feed-forward blocks are multiplied by
+            beta; those of queries and keys are not:
 
                 an encoder alone                        alpha = (2 L)^(1/4), beta = (8 L)^(-1/4)
                 an encoder with ``decoder_layers`` = M  alpha = 0.81 (L^4 M)^(1/16),
@@ -226,10 +216,9 @@ class TransformerEncoder(_Stack):
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
-    depth; Pagliardini et al. 2024 for DenseFormer; Charpentier and Samuel 2023 (arXiv 2311.02265)
-    and the base model of their code for ELC-BERT; Kimi Team 2026 for attention residuals; Xiao
-    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Chen and Wei 2026
-    (arXiv 2601.19895) for KEEL; Radford et al., GPT-2, 2019, for depth_init.
+    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
+    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Radford et al., GPT-2, 2019, for
+    depth_init.
     """
 
     layer, planned = TransformerEncoderLayer, "recompute"

@@ -1,5 +1,4 @@
-"""DeepNorm, x' = LN(alpha x + f(x)), and KEEL, x' = LN(alpha x + f(LN(x))), against the formulas in
-float64."""
+"""DeepNorm, x' = LN(alpha x + f(x)), against the formula in float64."""
 
 import math
 
@@ -32,15 +31,12 @@ def formula(stack, x, alpha, encoded=None):
         def ln(norm, z):
             return F.layer_norm(z, (D,), norm.weight, norm.bias, 1e-5)
 
-        def read(part, x, m=m):
-            return x if m.inner_norms is None else ln(m.inner_norms[part], x)
-
-        first = attend(m.attention, read("attention", x), causal=encoded is not None)
+        first = attend(m.attention, x, causal=encoded is not None)
         x = ln(m.attention_norm, alpha * x + first)
         if encoded is not None:
-            other = attend(m.cross_attention, read("cross_attention", x), encoded)
+            other = attend(m.cross_attention, x, encoded)
             x = ln(m.cross_attention_norm, alpha * x + other)
-        f = m.feed_forward.down(F.relu(m.feed_forward.up(read("feed_forward", x))))
+        f = m.feed_forward.down(F.relu(m.feed_forward.up(x)))
         x = ln(m.feed_forward_norm, alpha * x + f)
     return x
 
@@ -87,26 +83,6 @@ def test_factors_of_a_public_implementation(kind, layers, options, alpha, beta):
     assert stack.alpha == pytest.approx(alpha, rel=1e-14)
 
 
-def test_numbers_of_a_public_implementation_of_keel():
-    """Of `KeelBlock` in BrianCLong/summit, with alpha = 4, f(x) = W x and x = (1, 2, 4)."""
-    stack = TransformerEncoder(2, 3, 1, 3, connection="residual", norm="keel", dropout=0.0)
-    layer, w = stack.layers[0], [[0.5, -1, 0.25], [0, 1, -0.5], [2, 0, 1]]
-    with torch.no_grad():
-        layer.attention.query_key_value.weight[6:] = torch.eye(3)
-        layer.attention.out.weight.copy_(torch.tensor(w))
-        for name, p in layer.attention.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-    x = torch.tensor([[1.0, 2, 4]])
-    seen = []
-    layer.inner_norms["feed_forward"].register_forward_pre_hook(
-        lambda _, args: seen.append(args[0])
-    )
-    layer(x, packing=Packing(1, 1), gate=1 / stack.alpha)
-    wanted = [[-1.0014629364, -0.3640247285, 1.3654876947]]
-    torch.testing.assert_close(seen[0], torch.tensor(wanted), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
 def test_depth_init(kind, parts):
     """Only the output projections begin smaller."""
@@ -120,18 +96,9 @@ def test_depth_init(kind, parts):
         torch.testing.assert_close(states[1][name], value * factor)
 
 
-@pytest.mark.parametrize("recompute", ["none", "ffn", "layer"])
-def test_keel(recompute):
-    options = {"connection": "residual", "norm": "keel", "dropout": 0.0, "recompute": recompute}
-    compare(TransformerEncoder(3, D, H, FFN, **options), 2 * 3)
-    encoded = torch.randn(2, 7, D).double()
-    compare(TransformerDecoder(2, D, H, FFN, **options), 3 * 2, encoded)
-
-
-@pytest.mark.parametrize("norm", ["deepnorm", "keel"])
-def test_decoding_step_by_step(norm):
+def test_decoding_step_by_step():
     torch.manual_seed(0)
-    options = {"connection": "residual", "norm": norm, "dropout": 0.0}
+    options = {"connection": "residual", "norm": "deepnorm", "dropout": 0.0}
     stack = perturbed(TransformerDecoder(2, D, H, FFN, **options)).eval()
     x, encoded = torch.randn(3, 4, D), torch.randn(3, 5, D)
     wanted = stack(x, encoded)
@@ -180,7 +147,6 @@ def test_the_start(kind, layers, options, beta):
         (TransformerEncoder, {"norm": "deep"}, "TransformerEncoder: norm must be one of pre, post"),
         (TransformerEncoder, {"norm": "post", "decoder_layers": 2}, "decoder_layers is for an enc"),
         (TransformerDecoder, {"decoder_layers": 2}, "decoder_layers is for an encoder"),
-        (TransformerEncoder, {"norm": "keel", "connection": "dlcl"}, "needs connection='residual'"),
         (TransformerEncoder, {"decoder_layers": 0}, "decoder_layers must be"),
     ],
 )

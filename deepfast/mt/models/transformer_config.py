@@ -16,11 +16,10 @@ from deepfast.nn.connections.dlcl import dlcl_options
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.nn.layer_norm import check_norms
-from deepfast.nn.transformer import SCALED
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")
-NORMS = ("pre", "post", *SCALED)
+NORMS = ("pre", "post", "deepnorm")
 
 OPTIONS = {
     "dlcl": (DLCL, ("num_layers", "dim", "backend")),
@@ -76,7 +75,7 @@ class TransformerConfig(ModelConfig):
     and an output matrix of its own too, as in the paper on layer fusion. Embeddings begin from
     N(0, 1 / D) either way, and so does the output matrix with "xavier"."""
     norm: str = "pre"
-    """"pre", "post", "deepnorm" or "keel", see `deepfast.nn.TransformerEncoder`."""
+    """"pre", "post" or "deepnorm", see `deepfast.nn.TransformerEncoder`."""
     decoder_norm: str | None = None
     """The decoder's own `norm`; None: as the encoder's."""
     norm_type: str = "layer"
@@ -211,17 +210,17 @@ class TransformerConfig(ModelConfig):
                 raise ValueError(f"{op}: {name} needs a side with {words}, got none")
 
     def _check_scaled(self, op: str) -> None:
-        """DeepNorm and KEEL are forms of the plain residual, DeepNorm with a start of its own."""
+        """DeepNorm is a form of the plain residual with a start of its own."""
         needs = {"init": "xavier", "cross_attention": "top", "encoder_fusion": None,
                  "decoder_fusion": None}  # fmt: skip
         for side in SIDES:
             norm = self.norm_of(side)
-            if norm not in SCALED:
+            if norm != "deepnorm":
                 continue
             for name, value in ({f"{side}_connection": "residual"} | needs).items():
                 if getattr(self, name) != value:
                     raise ValueError(
-                        f"{op}: norm {norm} needs {name} {value}, got {getattr(self, name)}"
+                        f"{op}: norm deepnorm needs {name} {value}, got {getattr(self, name)}"
                     )
 
     def _check_languages(self, op: str) -> None:

@@ -35,10 +35,10 @@ REFUSED = {
         ({"activation_dropout": "x"}, r"activation_dropout must be a number in \[0, 1\)"),
         ({"mixture_dropout": 1}, r"mixture_dropout must be a number in \[0, 1\)"),
         ({"init": "normal"}, "init must be one of xavier, fan_in, got 'normal'"),
-        ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, keel, got 'mid'"),
-        ({"decoder_norm": "mid"}, "decoder_norm must be one of None, pre, post, deepnorm, keel"),
-        ({"decoder_norm": "keel", "decoder_connection": "dlcl"},
-         "norm keel needs decoder_connection residual, got dlcl"),
+        ({"norm": "mid"}, "norm must be one of pre, post, deepnorm, got 'mid'"),
+        ({"decoder_norm": "mid"}, "decoder_norm must be one of None, pre, post, deepnorm"),
+        ({"decoder_norm": "deepnorm", "decoder_connection": "dlcl"},
+         "norm deepnorm needs decoder_connection residual, got dlcl"),
         ({"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection residual"),
         ({"norm": "post", "encoder_connection": "mudd"}, "encoder_connection mudd needs norm pre"),
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
@@ -176,7 +176,7 @@ def test_the_decoder_s_own_norm():
     layers = SIZES["encoder_layers"]
     assert own.encoder.alpha == (2 * layers) ** 0.25
     assert plain.encoder.alpha == 0.81 * (layers**4 * SIZES["decoder_layers"]) ** (1 / 16)
-    assert (own.decoder.scaled, plain.decoder.scaled) == (None, "deepnorm")
+    assert (own.decoder.scaled, plain.decoder.scaled) == (False, True)
     assert "deepnorm-norm (pre in the decoder)" in own.describe()
     dlcl = TransformerConfig(**SIZES, norm="deepnorm", encoder_connection="residual",
                              decoder_norm="post", decoder_connection="dlcl")  # fmt: skip

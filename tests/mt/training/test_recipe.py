@@ -33,7 +33,6 @@ def test_python_s_own_kinds_of_paths_and_lists():
         ("transparent30", {"encoder_connection": "residual", "cross_attention": "transparent"}),
         ("postnorm30", {"encoder_connection": "residual", "norm": "post"}),
         ("deepnorm30", {"encoder_connection": "residual", "norm": "deepnorm"}),
-        ("keel30", {"encoder_connection": "residual", "norm": "keel"}),
     ],
 )
 def test_what_is_compared_with_dlcl30_differs_in_nothing_else(name, changed):
