@@ -11,25 +11,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from deepfast.cli import COMMANDS
 from deepfast.mt.training.recipe_file import KEYS
 
 SNAPSHOT = Path(__file__).parent / "data" / "public_names.txt"
 MODULES = ("deepfast", "deepfast.ops", "deepfast.nn", "deepfast.memory")
-OLD = {
-    "heads", "norm_kind", "memory", "prove", "proof", "keep", "want_norm",
-    "want_x", "width", "hidden", "inner", "d_model", "model_dim", "ffn", "vocabulary", "layers",
-    "policies", "decoder_policies", "rms",
-}  # fmt: skip
-"""Names of arguments, keys and options that were replaced."""
-KEPT = {
-    # The name or the list of a parent's layers, and the file of a vocabulary.
-    "deepfast.connect: layers", "deepfast.connected: layers", "recipe: data.vocabulary",
-    "recipe: data.target_vocabulary",
-}  # fmt: skip
-"""Those that still mean what the word says."""
 
 
 def _arguments(function) -> str:
@@ -68,22 +54,6 @@ def _commands() -> Iterator[str]:
 
 def lines() -> list[str]:
     return [*_public(), *(f"recipe: {key}" for key in sorted(KEYS)), *_commands()]
-
-
-def _words(line: str) -> set[str]:
-    """Names of arguments, the last part of a key, or the options of a command."""
-    head, _, rest = line.partition(": ") if ": " in line else line.partition("(")
-    if head == "recipe":
-        return {rest.rpartition(".")[2]}
-    words = re.findall(r"--([\w-]+)|(\w+)(?==|,|\))", rest)
-    return {(option or name).replace("-", "_") for option, name in words}
-
-
-@pytest.mark.parametrize("line", lines())
-def test_no_old_name(line):
-    head = line.partition("(")[0] if "(" in line else line.partition(": ")[0]
-    found = {word for word in _words(line) & OLD if f"{head}: {word}" not in KEPT}
-    assert not found or line in KEPT
 
 
 def test_the_public_names_are_those_of_the_snapshot():
