@@ -4,6 +4,7 @@ plain one in the same process."""
 import copy
 import importlib.util
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -62,6 +63,9 @@ def step(form, name, what):
         case.connect(plain, recompute=what)
     wrapped = copy.deepcopy(plain)
     if what == "patch":
+        if form == "fsdp":
+            with pytest.raises(ValueError, match="before sharding; got a DTensor on cpu in"):
+                deepfast.patch(fsdp(copy.deepcopy(plain), case))
         deepfast.patch(wrapped)
     if what == "loss":
         wrapped = Loss(wrapped)
