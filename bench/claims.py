@@ -16,13 +16,12 @@ from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.forms import (
     ATTENTION_FORMS,
     FORMS,
-    MUDD_FORMS,
     Connection,
     InStack,
     mixing_alone,
 )
 from deepfast.memory import LiveBytes
-from deepfast.nn import DLCL, MUDD, AttentionResiduals, TransformerEncoder
+from deepfast.nn import DLCL, AttentionResiduals, TransformerEncoder
 
 SENTENCES, LENGTH, DIM, HEADS, FFN = 64, 32, 256, 4, 1024
 TOKENS = SENTENCES * LENGTH
@@ -141,25 +140,6 @@ def norms(claims: Claims) -> None:
     claims.times("step_deepnorm_24", about, forms, "deepnorm", "post")
 
 
-def mudd(claims: Claims) -> None:
-    """MUDD: the mixing and a step."""
-    keep_memory()
-    module = MUDD(24, DIM)
-    with torch.no_grad():
-        for down in module.down:
-            down.normal_(std=0.1 / down.shape[1] ** 0.5)
-    made, what = mixing(module, MUDD_FORMS), "mixing of MUDD, forward and backward"
-    for form in ("stack", "list"):
-        about = f"{what}: a {form} over deepfast, L=24, {SIZES}"
-        claims.times(f"mudd_{form}_24", about, made, form, "deepfast")
-    about = f"{what}: a stack over deepfast, L=24, {SIZES}"
-    claims.bytes("mudd_stack_bytes_24", about, made, "stack", "deepfast")
-    steps = {name: step(24, name) for name in ("residual", "mudd")}
-    about = f"step, forward and backward: MUDD over plain residual, L=24, {SIZES}"
-    claims.times("step_mudd_24", about, steps, "mudd", "residual")
-    claims.bytes("bytes_mudd_24", about, steps, "mudd", "residual")
-
-
 def threads(claims: Claims) -> None:
     """Two threads over one; nothing else may run."""
 
@@ -181,7 +161,7 @@ def threads(claims: Claims) -> None:
     claims.times("threads_step_residual_24", plain, both(step(24, "residual")), "one", "two")
 
 
-GROUPS = {group.__name__: group for group in (dlcl, attnres, norms, mudd, threads)}
+GROUPS = {group.__name__: group for group in (dlcl, attnres, norms, threads)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 To add a connection, write its class in a file of `deepfast/nn/connections/` and add a line here.
 One that mixes the states of all layers also has a `DepthConnection` and a `DepthPass` in a file of
-`deepfast/depth/`. `deepfast/memory/` counts those that are planned.
+`deepfast/depth/`. The planner of memory counts each as the connection that `planned` names.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,8 @@ class Kind(NamedTuple):
 
     place: str
     """Module in `deepfast.nn.connections`, and in it the subclass of `Connection`."""
+    planned: str
+    """The connection as which the planner of memory counts it."""
     dlcl: dict | None = None
     """Where it is a `DLCL`: the arguments that it changes from their defaults."""
     mixes: bool = False
@@ -26,34 +28,23 @@ class Kind(NamedTuple):
     """Whether only pre-norm stacks have it."""
     without_norm: bool = False
     """Whether a stack that has it may have no norms."""
-    planned: str | None = None
-    """The connection as which the planner of memory counts it; None: it cannot."""
-    streams: bool = False
-    """Whether a layer has an input each for its queries, keys, values and residual."""
 
 
 CONNECTIONS = {
-    "dlcl": Kind("dlcl.Mixed", dlcl={}, mixes=True, planned="dlcl"),
-    "residual": Kind("residual.Residual", without_norm=True, planned="residual"),
+    "dlcl": Kind("dlcl.Mixed", "dlcl", dlcl={}, mixes=True),
+    "residual": Kind("residual.Residual", "residual", without_norm=True),
     # Depth-weighted averages start as the identity and mix the states without layer-norms;
     # ``dilation`` and ``period`` are those of the paper (Pagliardini et al., DenseFormer, 2024).
     # The paper takes no average at the embedding and between periods. Here such a row has one
     # learned scale, which starts at 1.
-    "denseformer": Kind(
-        "dlcl.Mixed", dlcl={"norm": None, "init": "identity"}, mixes=True, planned="dlcl"
-    ),
+    "denseformer": Kind("dlcl.Mixed", "dlcl", dlcl={"norm": None, "init": "identity"}, mixes=True),
     "attnres": Kind(
-        "attention_residuals.Attended", mixes=True, attends=True, pre_norm=True, planned="attnres"
+        "attention_residuals.Attended", "attnres", mixes=True, attends=True, pre_norm=True
     ),
     "block_attnres": Kind(
-        "attention_residuals.Attended",
-        mixes=True,
-        attends=True,
-        pre_norm=True,
-        planned="block_attnres",
+        "attention_residuals.Attended", "block_attnres", mixes=True, attends=True, pre_norm=True
     ),
-    "mudd": Kind("mudd.Streams", pre_norm=True, streams=True),
-    "latent": Kind("residual.Residual", without_norm=True, planned="latent"),
+    "latent": Kind("residual.Residual", "latent", without_norm=True),
 }
 
 

@@ -438,7 +438,6 @@ depth_attention: depth_attention_backward
     dout        Tensor     storage  (T*H, D)
     dlse        Tensor?    compute  (T, H)
     dsources    Tensor[]!  storage  (T, D)
-    accumulate  bool
     dquery      Tensor?!   compute  (H, D)
     dscores     Tensor?!   compute  (T, K, H)
 

@@ -142,7 +142,7 @@ def depth_attention_bwd_kernel(
     p_dscores, p_partial,
     T, K, eps,
     s_sources, s_dout, s_dsources, s_scores,
-    H: tl.constexpr, NORM: tl.constexpr, ACCUMULATE: tl.constexpr,
+    H: tl.constexpr, NORM: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -203,8 +203,6 @@ def depth_attention_bwd_kernel(
                 if NORM:
                     b_u -= b_v * (b_r * b_r * b_back / D)
                 p_du = pick(dsources, k) + o_row * pick(s_dsources, k) + o_flat
-                if ACCUMULATE:
-                    b_u += load_rows(p_du, m, BA, BT, BC).to(tl.float32)
                 store_rows(p_du, b_u, m, BA, BT, BC)
     if p_partial is not None:
         o_d = row_channels(BA, BC)

@@ -188,14 +188,9 @@ class PullTokens {
   template <int C>
   DEEPFAST_INLINE void source_grads(const Tile& tile, int64_t t, int64_t k) {
     const A* weight = at<A>(op_.scores, (t * op_.K + k) * op_.H);
-    if (op_.accumulate) Streams<T, C>(op_.dsources, k, tile, t).prefetch_row(op_.D);
-    for (int c = 0; c < C; ++c) {
+    for (int c = 0; c < C; ++c)
       for (int64_t h = 0; h < op_.H; ++h) weight_[h * kGroup + c] = weight[c * op_.H + h];
-      if (op_.accumulate)
-        load_row(row_of<T>(op_.dsources[k + c], t), u_ + c * op_.D, op_.D);
-      else
-        memset(u_ + c * op_.D, 0, op_.D * sizeof(A));
-    }
+    memset(u_.get(), 0, C * op_.D * sizeof(A));
     for_groups<kAcross>(op_.H, [&](auto across, int64_t h) {
       add_weighted<A, across.n, C>(g_.get() + h, weight_ + h * kGroup, kGroup, kept_, u_.get(),
                                    op_.D, op_.D);
@@ -297,7 +292,7 @@ void backward_rows(const DepthAttentionBackward& op, int64_t begin, int64_t end,
       const A back = op.norm ? slope * scores.r() * scores.r() / static_cast<A>(dim) : A(0);
       T* target = row_of<T>(op.dsources[k], t);
       for_lanes<A>(dim, [&](auto lanes, int64_t d) {
-        auto u = op.accumulate ? load(lanes, target + d) : broadcast(lanes, A(0));
+        auto u = broadcast(lanes, A(0));
         if (op.norm) u -= back * load(lanes, row + d);
         for (int64_t h = 0; h < hops; ++h) {
           u += p[h] * load(lanes, dout + h * dim + d);

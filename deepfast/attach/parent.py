@@ -15,7 +15,7 @@ from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
 from deepfast.attach.reads import Hooked, check_free
 from deepfast.attach.sublayers import find
-from deepfast.connections import CONNECTIONS, names
+from deepfast.connections import CONNECTIONS
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
@@ -102,13 +102,6 @@ def connect(
             f"{OP}: {type(parent).__name__} has no forward, so nothing would run the connection; "
             "pass the module whose forward loops over the layers, and the dotted name of their "
             "list, as in connect(model, 'transformer.h', ...)"
-        )
-    if connection in names("streams"):
-        raise ValueError(
-            f"{OP}: connection={connection!r} gives a layer separate inputs for its queries, "
-            "keys, values and residual, which only deepfast's own layers take; use "
-            f"deepfast.nn.TransformerEncoder(..., connection={connection!r}), or deepfast.nn.MUDD "
-            "in a loop of your own"
         )
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)

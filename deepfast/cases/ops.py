@@ -21,6 +21,7 @@ from deepfast.cases.case import (
     linear,
     values,
 )
+from deepfast.ops.depth_mix import depth_mix_sums as sums_of
 
 SEED = 5
 EPS, RMS_EPS = 1e-5, 1e-6
@@ -207,21 +208,17 @@ def depth_mix(
     )  # fmt: skip
 
 
-def depth_mix_tokens(name: str, rows: Rows, count: int, streams: int | None = 2) -> Case:
-    """`depth_mix` with weights of each token, for ``streams`` sums or one."""
-    many = () if streams is None else (streams,)
-    given = _sources(rows, count) | {"weight": values(*rows.lead, count, *many)}
+def depth_mix_sums(name: str, rows: Rows, count: int, sums: int = 2) -> Case:
+    """Several sums of the same sources, as a traced block of rows computes them."""
+    given = _sources(rows, count) | {"weight": values(count, sums)}
 
     def run(weight, *, backend=None, **sources):
-        return ops.depth_mix(list(sources.values()), weight, backend=backend)
+        return sums_of(list(sources.values()), weight, backend)
 
     def plain(_, weight, **sources):
-        stack = torch.stack(list(sources.values()), -2)
-        if weight.dim() < stack.dim():
-            return (weight.unsqueeze(-2) @ stack).squeeze(-2)
-        return weight.mT @ stack
+        return weight.mT @ torch.stack(list(sources.values()), -2)
 
-    product = 2 * (streams or 1) * count * rows.tokens * rows.dim
+    product = 2 * sums * count * rows.tokens * rows.dim
     return Case(
         name=name, op="depth_attention", operands=given, run=run, plain=plain,
         how="stack, matmul", flops=(product, 2 * product),
@@ -343,11 +340,10 @@ def depth_attention_calls(s: Sizes) -> Iterator[Case]:
         yield depth_attention(f"scores, {hops or 'no'} hops", s.rows(s.misfit), 5, hops,
                                   scored=True)  # fmt: skip
     yield depth_attention("many sources", s.rows(s.misfit, tokens=7), s.many, 2)
-    # Weights of each token have the same kernels, without a softmax.
-    for streams in (None, 1, 4):
-        yield depth_mix_tokens(f"weights of each token, {streams or 'no'} streams",
-                                   s.rows(s.misfit), 5, streams)  # fmt: skip
-    yield depth_mix_tokens("weights of each token, many sources", s.rows(s.odd, 3), s.many, 3)
+    # Several sums of the same sources have the same kernels, without a softmax.
+    for sums in (1, 4):
+        yield depth_mix_sums(f"given weights, {sums} sums", s.rows(s.misfit), 5, sums)
+    yield depth_mix_sums("given weights, many sources", s.rows(s.odd, 3), s.many, 3)
 
 
 KERNELS = {

@@ -13,6 +13,7 @@ from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.rows import Pair, RowGrads, RowNorm, numbers_of_rows
 from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
 from deepfast.ops import common
+from deepfast.ops.depth_mix import depth_mix_sums
 
 
 class ConstantPass(DepthPass):
@@ -293,8 +294,8 @@ class DLCL(DepthConnection):
         # The sums have the dtype of the states, and in fp16 some could pass its largest number.
         if self.extra or states[0].dtype == torch.float16:
             return None
-        weight = weights[rows.start : rows.stop, numbers].T.expand(*states[0].shape[:-1], -1, -1)
-        return [(ops.depth_mix(states, weight, backend=self.backend), -2)]
+        weight = weights[rows.start : rows.stop, numbers].T
+        return [(depth_mix_sums(states, weight, self.backend), -2)]
 
     def extra_repr(self) -> str:
         return (

@@ -16,7 +16,7 @@ from deepfast.measure.clock import Row
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import OpTraffic, engine_moved
-from deepfast.nn import DLCL, MUDD, AttentionResiduals
+from deepfast.nn import DLCL, AttentionResiduals
 
 OURS, PLAIN = "deepfast", "plain PyTorch"
 
@@ -43,12 +43,11 @@ def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
 
 
 _ATTENTION = forms.Deepfast, forms.StackedAttention, 2
-BLOCKED, BY_TOKEN = "attention in blocks", "MUDD"
+BLOCKED = "attention in blocks"
 CONNECTIONS = {
     "DLCL": Connection(DLCL, forms.Deepfast, forms.StackAndSum, 1),
     "full attention": Connection(AttentionResiduals, *_ATTENTION),
     BLOCKED: Connection(_in_blocks, *_ATTENTION),
-    BY_TOKEN: Connection(MUDD, forms.DeepfastMUDD, forms.StackedMUDD, 1),
 }
 """In the order of the table."""
 
@@ -75,8 +74,7 @@ def _rows(settings: Settings, depth: int, name: str) -> tuple[Row, Row]:
         Row(variant=f"{name}: {form}", what=name, depth=depth, tokens=settings.connection_tokens)
         for form in (OURS, PLAIN)
     )
-    if name != BY_TOKEN:
-        ours.nbytes = 4 * state * engine_moved(pattern, running)
+    ours.nbytes = 4 * state * engine_moved(pattern, running)
     # Every stack, and the states, gradients and products of the last rows.
     plain.predicted_bytes = 4 * state * connection.stacks * (reads + 5 * (depth + 1))
     return ours, plain
@@ -94,7 +92,7 @@ class ConnectionCase:
         with torch.no_grad():
             for module in self.modules.values():
                 for name, parameter in module.named_parameters():
-                    if name.startswith(("query", "down")):
+                    if name.startswith("query"):
                         parameter.normal_(std=0.1 * parameter.shape[-1] ** -0.5)
         self.y, self.grad = torch.randn(size, requires_grad=True), torch.randn(size)
 

@@ -1,4 +1,4 @@
-"""Other ways to compute DLCL, attention residuals and MUDD, as published, for measurements against
+"""Other ways to compute DLCL and attention residuals, as published, for measurements against
 deepfast.
 
 A form is called like the module whose parameters it shares, but has its own history: one object is
@@ -8,7 +8,6 @@ formula, that of its default options, and differ in how they sum over layers:
     DLCL       x_{l+1} = sum_{k<=l} W[l,k] LN_k(y_k), pre-norm
     attention  x_{l+1} = sum_{k<=l} softmax_k(w_l . RMSNorm(v_k)) v_k, full or in blocks, where
                the v of a block are summed
-    MUDD       x_s = sum_k A[k,s] y_k, A = gelu(RMSNorm(y_l) W_1) W_2 + a; the streams one by one
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
-Connection = DLCL | AttentionResiduals | MUDD
+Connection = DLCL | AttentionResiduals
 States = list[Tensor]
-Streams = tuple[Tensor, ...]
 
 
 class Deepfast:
     """This package."""
 
-    def __init__(self, module: DLCL | AttentionResiduals):
+    def __init__(self, module: Connection):
         self.module, self.history = module, DepthHistory()
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -196,7 +194,7 @@ class InStack(nn.Module):
     """A form in the place of the `DLCL` or `AttentionResiduals` of a pre-norm stack with
     layer-norms."""
 
-    def __init__(self, form, module: DLCL | AttentionResiduals):
+    def __init__(self, form, module: Connection):
         super().__init__()
         self.form, self.module = form, module
 
@@ -209,84 +207,7 @@ class InStack(nn.Module):
         return x if return_x else None, n
 
 
-# ---- MUDD ----------------------------------------------------------------------------------------
-
-
-class MUDDForm:
-    """A form of MUDD. A call returns the streams; the last one returns the output.
-
-    mix: from the states and their weights (..., K, S) to S sums.
-    """
-
-    def __init__(self, mix: Callable[[States, Tensor], Streams], mudd: MUDD):
-        self.mix, self.mudd = mix, mudd
-        self.states: States = []
-
-    def __call__(self, y: Tensor) -> Streams | Tensor:
-        self.states.append(y)
-        row = len(self.states) - 2
-        if row < 0:
-            return (y,) * self.mudd.streams
-        n = F.rms_norm(y, (y.shape[-1],), eps=self.mudd.eps)
-        dynamic = F.linear(F.gelu(F.linear(n, self.mudd.up[row])), self.mudd.down[row])
-        bias = self.mudd.bias[row]
-        streams = self.mix(self.states, dynamic.unflatten(-1, bias.shape) + bias)
-        return streams if row < self.mudd.num_layers - 1 else streams[0]
-
-
-def stacked_streams(states: States, weight: Tensor) -> Streams:
-    """Stacks all states for every row and multiplies by einsum, as in the authors' code."""
-    return torch.einsum("k...d,...ks->s...d", torch.stack(states), weight).unbind(0)
-
-
-def listed_streams(states: States, weight: Tensor) -> Streams:
-    """Goes through the list of states for every stream, as the authors decode: no stack."""
-    by_stream = weight.unsqueeze(-1).movedim((-2, -3), (0, 1))
-    return tuple(loop_of_adds(states, weights) for weights in by_stream)
-
-
-class DeepfastMUDD:
-    """This package."""
-
-    def __init__(self, mudd: MUDD):
-        self.mudd, self.history = mudd, MUDDHistory()
-
-    def __call__(self, y: Tensor) -> Streams | Tensor:
-        row = len(self.history.states)
-        x = self.mudd(y, self.history)
-        if row == 0:
-            return (x,) * self.mudd.streams
-        return x if row == self.mudd.num_layers else x.unbind(-2)
-
-
-StackedMUDD = partial(MUDDForm, stacked_streams)
-MUDD_FORMS: dict[str, Callable[[MUDD], Callable]] = {
-    "stack": StackedMUDD,
-    "list": partial(MUDDForm, listed_streams),
-    "deepfast": DeepfastMUDD,
-}
-"""The forms of MUDD that are compared, deepfast last."""
-
-
 # ---- the connection of a stack alone -------------------------------------------------------------
-
-
-class _Idle(torch.autograd.Function):
-    """A layer that does nothing: its output is its residual stream. Backward gives ``grad`` to the
-    other streams, so that all of them have one."""
-
-    @staticmethod
-    def forward(ctx, grad, *streams):
-        ctx.grad, ctx.others = grad, len(streams) - 1
-        return streams[-1].clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None, *(ctx.grad,) * ctx.others, dy
-
-
-def _idle_layer(x: Streams | Tensor, grad: Tensor | None) -> Tensor:
-    return _Idle.apply(grad, *x) if isinstance(x, tuple) else x
 
 
 def mixing_alone(form, module: Connection, y: Tensor, grad: Tensor | None) -> Tensor:
@@ -294,12 +215,11 @@ def mixing_alone(form, module: Connection, y: Tensor, grad: Tensor | None) -> Te
 
     Args:
         form: a form of the module's connection.
-        module: shares its parameters with the form; `MUDD` needs ``grad``.
+        module: shares its parameters with the form.
     """
     connect = form(module)
-    rows = module.rows if isinstance(module, AttentionResiduals) else module.num_layers + 1
-    for _ in range(rows):
-        y = _idle_layer(connect(y), grad)
+    for _ in range(module.rows):
+        y = connect(y)
     if grad is not None:
         y.backward(grad)
     return y

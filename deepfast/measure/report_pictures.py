@@ -39,7 +39,7 @@ STEPS = Look(COLORS, strong=("deepfast",), dashed=(RESIDUAL,))
 MEMORY = Look(
     dict(zip(NAMES.values(), GREENS, strict=True)), strong=(NAMES["none"], NAMES["layer+input"])
 )
-CONNECTION_COLORS = COLORS["deepfast"], BLUE, COLORS["DenseFormer form"], COLORS["loop of adds"]
+CONNECTION_COLORS = COLORS["deepfast"], BLUE, COLORS["DenseFormer form"]
 RUNS = {
     "dlcl": ("DLCL, pre-norm", COLORS["deepfast"]),
     "twin": ("residual, post-norm", COLORS["stack and sum"]),

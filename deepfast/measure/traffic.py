@@ -148,11 +148,7 @@ class OpTraffic(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         schema = func._schema
         if not func.is_view and schema.name.rpartition(":")[2] not in self._UNTOUCHED:
-            named = dict(zip((a.name for a in schema.arguments), args, strict=False))
-            # What the launches of deepfast add to is read, too.
-            added = named["dsources"] if named.get("accumulate") is True else ()
-            operands = tree_leaves((args, kwargs, results, added))
-            self.nbytes += sum(_bytes_of(x) for x in operands)
+            self.nbytes += sum(_bytes_of(x) for x in tree_leaves((args, kwargs, results)))
         return results
 
 

@@ -106,9 +106,7 @@ class Sizes:
             if value not in allowed:
                 got = repr(value)
                 if allowed is CONNECTIONS and value in connections.names("place"):
-                    planned = connections.CONNECTIONS[value].planned
-                    does = f"counts as {planned}" if planned else "does not plan"
-                    got += f", which plan {does}"
+                    got += f", which plan counts as {connections.CONNECTIONS[value].planned}"
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {got}")
             if value in ATTENTION_RESIDUALS and self.norm != "pre":
                 raise ValueError(f"norm: expected pre with {name} {value!r}, got {self.norm!r}")

@@ -7,7 +7,6 @@ from deepfast.nn.attention import MultiheadAttention
 from deepfast.nn.cache import DecoderCache, Hypotheses, KeyValueCache
 from deepfast.nn.connections.fusion import LayerFusion
 from deepfast.nn.connections.latent import LatentDepth
-from deepfast.nn.connections.mudd import MUDD, MUDDHistory
 from deepfast.nn.connections.transparent import TransparentAttention
 from deepfast.nn.layer_norm import LayerNorm, RMSNorm
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -16,7 +15,6 @@ from deepfast.nn.transformer import TransformerDecoder, TransformerEncoder
 
 __all__ = [
     "DLCL",
-    "MUDD",
     "AttentionResiduals",
     "DecoderCache",
     "DepthHistory",
@@ -25,7 +23,6 @@ __all__ = [
     "LatentDepth",
     "LayerFusion",
     "LayerNorm",
-    "MUDDHistory",
     "MultiheadAttention",
     "Packing",
     "RMSNorm",

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import backend as backends
@@ -19,9 +18,6 @@ from deepfast.ops.attention import Window, window_sides
 
 FEW = 16
 """Queries a sentence up to which one pass over the keys for each beats matrix products."""
-
-Inputs = Tensor | tuple[Tensor, ...]
-"""Of queries, keys and values: one for all of them, or one for each."""
 
 
 class MultiheadAttention(nn.Module):
@@ -142,21 +138,20 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self,
-        x_TD: Inputs,
+        x_TD: Tensor,
         packing: Packing,
         *,
         causal: bool = False,
         encoded: Tensor | tuple[Tensor, Tensor] | None = None,
         encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        recompute_x: Recompute | tuple[Recompute, ...] | None = None,
+        recompute_x: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor:
         """Attends from x to itself, or to ``encoded``.
 
         Args:
-            x_TD: packed tokens (T, D); in self-attention also one tensor each for the queries, the
-                keys and the values.
+            x_TD: packed tokens (T, D).
             packing: of x.
             causal: a position attends to itself and to earlier ones. Padding must then be on the
                 right.
@@ -164,34 +159,30 @@ class MultiheadAttention(nn.Module):
             encoded_packing: packing of ``encoded``.
             cache: keys and values of earlier positions; x holds one new position per hypothesis,
                 and packing is that of the hypotheses.
-            recompute_x: recomputes x in backward; autograd then does not save x. One for each x.
+            recompute_x: recomputes x in backward; autograd then does not save x.
             gate: scales the result. A tensor must be a scalar, and may require a gradient.
 
         Returns:
             (T, D), before dropout and residual.
         """
-        if isinstance(x_TD, Tensor) and self._compiled(x_TD, packing, encoded, cache):
+        if self._compiled(x_TD, packing, encoded, cache):
             return gated(
                 self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate
             )
         encoded_packing = encoded_packing or packing
-        xs = (x_TD,) if isinstance(x_TD, Tensor) else x_TD
         if isinstance(encoded, tuple):
             padded = encoded[0].dim() == 4
         else:
-            padded = cache is not None or self._pads(xs[0], packing, encoded_packing)
+            padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
         # Decoding has no backward, and a compiler chooses itself what to recompute.
         backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         name = "query" if self.cross else "query_key_value"
-        linear, shares = getattr(self, name), self._shares(name)
-        for x in xs:
-            check_input("MultiheadAttention", "x", x, linear)
-        again = recompute_x if isinstance(recompute_x, tuple) else (recompute_x,)
-        pairs = [(x, one) for x, one in zip(xs, again, strict=False) if one is not None]
-        recomputes = backward and len(pairs) > 0 and plain(linear, nn.Linear)
-        recomputes = recomputes and all(one.gives(x) for x, one in pairs)
-        with not_saved(pairs) if recomputes else contextlib.nullcontext():
-            qkv = self._project(linear, x_TD, shares)
+        linear = getattr(self, name)
+        check_input("MultiheadAttention", "x", x_TD, linear)
+        recomputes = backward and recompute_x is not None and plain(linear, nn.Linear)
+        recomputes = recomputes and recompute_x.gives(x_TD)
+        with not_saved([(x_TD, recompute_x)]) if recomputes else contextlib.nullcontext():
+            qkv = linear(x_TD)
         qkv = packing.unpack(qkv) if padded else qkv
         kv: Sequence[Tensor]
         q, *kv = self._split(qkv, name)
@@ -228,16 +219,6 @@ class MultiheadAttention(nn.Module):
         check_input("MultiheadAttention", "x", x_TD, self.query_key_value)
         q, k, v = self.query_key_value(x_TD).split(self._shares("query_key_value"), -1)
         return cache.attend(q, k, v, self.num_heads, self.window[0])
-
-    def _project(self, linear: nn.Linear, x: Inputs, shares: list[int]) -> Tensor:
-        if isinstance(x, Tensor):
-            return linear(x)
-        if plain(linear, nn.Linear):
-            bias = linear.bias
-            biases = (None,) * len(x) if bias is None else bias.split(shares)
-            parts = zip(x, linear.weight.split(shares), biases, strict=True)
-            return torch.cat([F.linear(*part) for part in parts], -1)
-        return torch.cat([linear(one).split(shares, -1)[i] for i, one in enumerate(x)], -1)
 
     def weights(
         self, x_TD: Tensor, packing: Packing, encoded_TD: Tensor, encoded_packing: Packing

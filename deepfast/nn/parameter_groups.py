@@ -4,7 +4,6 @@ from torch import nn
 
 from deepfast.depth.connection import DepthConnection
 from deepfast.nn.connections.latent import LatentDepth
-from deepfast.nn.connections.mudd import MUDD
 from deepfast.nn.connections.transparent import TransparentAttention
 
 TABLES = DepthConnection, LatentDepth, TransparentAttention
@@ -37,8 +36,6 @@ def parameter_groups(model: nn.Module) -> list[dict]:
     for module in model.modules():
         if isinstance(module, TABLES):
             tables.update(module.parameters())
-        elif isinstance(module, MUDD):
-            tables.update(module.bias)
     learning = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in learning if p not in tables]},

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.connections import CONNECTIONS
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.base import LayerCall, Options, class_of, reading_parts
@@ -179,8 +178,7 @@ class TransformerEncoder(_Stack):
         window: of every self-attention, see `MultiheadAttention`.
         connection: one of `deepfast.connections.CONNECTIONS`: "dlcl"; "residual";
             "denseformer", which is a DLCL with other defaults; "attnres" and "block_attnres", see
-            `AttentionResiduals`; "mudd", see `MUDD`; "latent": residual, and the stack learns which
-            layers to use.
+            `AttentionResiduals`; "latent": residual, and the stack learns which layers to use.
         norm: "pre" (with a final LN), "post" or "deepnorm". The last needs
             ``connection="residual"``: each sublayer f gives ``x' = LN(alpha * x + f(x))``, and at
             the start the weights of values, outputs and feed-forward blocks are multiplied by
@@ -216,9 +214,8 @@ class TransformerEncoder(_Stack):
         backend: see `deepfast.backend`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
-    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Xiao
-    et al. 2025 for MUDD; Wang et al., DeepNet, 2022, for DeepNorm; Radford et al., GPT-2, 2019, for
-    depth_init.
+    depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Wang
+    et al., DeepNet, 2022, for DeepNorm; Radford et al., GPT-2, 2019, for depth_init.
     """
 
     layer, planned = TransformerEncoderLayer, "recompute"
@@ -363,7 +360,7 @@ class TransformerDecoder(_Stack):
             for encoded, layer in zip(cache.encoded, cache.layers, strict=True)
         ]
         calls = self._calls(options, cache.gates)
-        whole = not self.connection.parts and not CONNECTIONS[self.connection.kind].streams
+        whole = not self.connection.parts
         if whole and compiled(x_BD) and not torch._C._is_any_autocast_enabled():
             if cache.steps is None:
                 cache.steps = layer_steps(self.layers, x_BD)

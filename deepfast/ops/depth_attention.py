@@ -62,7 +62,7 @@ def _grad_forward(a):
         sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps,
         out=a.out.view(-1, dim), most=a.most.view(-1, hops), total=a.total.view(-1, hops),
         dout=common.rows(a.dout), dlse=dlse, dsources=list(map(common.rows, dsources)),
-        accumulate=False, dquery=dquery, dscores=dscores,
+        dquery=dquery, dscores=dscores,
     )  # fmt: skip
     return results
 

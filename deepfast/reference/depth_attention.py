@@ -74,8 +74,7 @@ def depth_attention_forward(a):
 def depth_attention_backward(a):
     """Gradients of depth_attention_forward from ``dout`` and, unless it is None, ``dlse``.
 
-    ``dsources`` is empty where no source needs one; with ``accumulate`` the gradients are added to
-    what is there. Without a softmax out, most and total are None.
+    ``dsources`` is empty where no source needs one. Without a softmax out, most and total are None.
     """
     v, r, s = _scores(a)
     g = load(a.dout).unflatten(0, (s.shape[0], s.shape[2]))
@@ -94,4 +93,4 @@ def depth_attention_backward(a):
     if a.norm:
         dv = dv - v * r.square() * (ds * s).sum(-1).T.unsqueeze(-1) / v.shape[-1]
     for target, d in zip(a.dsources, dv, strict=False):
-        target.copy_(load(target) + d if a.accumulate else d)
+        target.copy_(d)

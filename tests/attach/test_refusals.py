@@ -92,8 +92,6 @@ CALLS = [
      "one in DataParallel; connect the model before you wrap it"),
     (lambda: connect(Loop(), norm="pre", connection="nothing"), ValueError, "connection must be"),
     (lambda: connect(Loop(), norm="pre", connection=["dlcl"]), ValueError, "connection must be"),
-    (lambda: connect(Loop(), norm="pre", connection="mudd"), ValueError,
-     r"nn\.TransformerEncoder.*connection='mudd'"),
     (lambda: connect(Loop(), norm="pre", inplace=None), ValueError,
      "inplace must be True or False"),
     (lambda: connect(Loop(), norm="post", connection="attnres"), ValueError, "needs norm='pre'"),

@@ -153,7 +153,7 @@ def test_claims(results, monkeypatch, group):
     assert claims.main([group, "--rounds", "1", "--threads", "1"]) == 0
     rows = record.read()
     assert {key for key, _ in rows} <= known
-    assert len(rows) >= 3
+    assert rows
     assert all(row.value > 0 and row.command.endswith(group) for row in rows.values())
 
 

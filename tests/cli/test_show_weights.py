@@ -166,7 +166,6 @@ def test_attention_residuals_over_a_sample(save, tmp_path, capsys):
     ("connection", "words", "sentence"),
     [
         ("residual", [], "with DLCL, attention residuals or latent depth in the encoder or the"),
-        ("mudd", [], "MUDD has other weights for each token, stream and layer"),
         ("attnres", [], "--sample: expected source sentences for attention residuals, got none"),
         ("dlcl", ["--sample", "x"], "--sample: expected a model with attention residuals, got"),
         ("dlcl", ["--threshold=-0.1"], "--threshold: expected a number of at least 0, got -0.1"),

@@ -75,16 +75,16 @@ def depth_mix_backward(launch, K, D, dtype=BF16, norm=True):
     call(launch, "depth_mix_backward", dtype, {"T": T, "D": D, "K": K}, lists=K, norm=norm)
 
 
-def attended(launch, name, K, H, D, dtype, scored, weighted, **given):
+def attended(launch, name, K, H, D, dtype, scored, weighted):
     """Attention over depth by queries, or by given scores; ``weighted`` sums by given weights."""
     absent, sizes = ("scores", "dscores"), {"K": K, "H": H, "T": T, "D": D}
     if scored or weighted:
         absent = ("query", "dquery")
-        given["norm"] = False
     if weighted:
         absent = (*absent, "lse", "most", "total", "dlse")
         absent = (*absent, "out") if name.endswith("backward") else absent
-    call(launch, name, dtype, sizes, absent=absent, lists=K, eps=1e-6, **{"norm": True} | given)
+    norm = not (scored or weighted)
+    call(launch, name, dtype, sizes, absent=absent, lists=K, eps=1e-6, norm=norm)
 
 
 def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False, weighted=False):
@@ -92,8 +92,7 @@ def depth_attention_forward(launch, K, D, H=1, dtype=BF16, scored=False, weighte
 
 
 def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False, weighted=False):
-    name = "depth_attention_backward"
-    attended(launch, name, K, H, D, dtype, scored, weighted, accumulate=weighted)
+    attended(launch, "depth_attention_backward", K, H, D, dtype, scored, weighted)
 
 
 def engine(launch, name, D, dtype, B=1, **given):

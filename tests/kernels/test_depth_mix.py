@@ -65,9 +65,7 @@ def test_depth_attention(count, hops, given, dtype, tolerances, poison, kernels)
 @pytest.mark.parametrize(
     "options",
     [
-        NO_SOFTMAX | {"accumulate": True},
         NO_SOFTMAX | {"dsources": []},
-        QUERY | {"accumulate": True},
         QUERY | {"norm": False},
         QUERY | {"dlse": None},
         QUERY | {"dquery": None},

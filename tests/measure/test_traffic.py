@@ -15,7 +15,6 @@ from deepfast.measure.traffic import (
     states_moved,
 )
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
-from deepfast.ops.depth_mix import mix_tokens_backward
 
 TOKENS, DIM = 5, 16
 
@@ -133,16 +132,3 @@ def test_ops_of_the_plain_form_agree_with_its_schedule():
         forms.mixing_alone(forms.StackAndSum, module, y, grad)
     # Its layer-norms are beyond the schedule.
     assert 1 < traffic.nbytes / y.nbytes / states_moved("stack and sum", depth) < 1.05
-
-
-def test_what_a_launch_adds_to_is_read():
-    states = [torch.randn(TOKENS, DIM) for _ in range(3)]
-    weight, dout = torch.randn(TOKENS, 3, 2), torch.randn(TOKENS, 2, DIM)
-    sums = [torch.zeros_like(y) for y in states]
-    counted = []
-    for accumulate in (False, True):
-        with OpTraffic() as traffic:
-            mix_tokens_backward(states, weight, dout, sums, accumulate, None, None)
-        counted.append(traffic.nbytes)
-    assert counted[0] == 8 * states[0].nbytes + weight.nbytes
-    assert counted[1] == counted[0] + 3 * states[0].nbytes

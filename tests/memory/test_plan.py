@@ -216,7 +216,6 @@ def test_recomputation_is_that_of_the_design():
         ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
         ({"connection": "denseformer"},
          r"^connection: expected one of dlcl, .*, got 'denseformer', which plan counts as dlcl$"),
-        ({"decoder_connection": "mudd"}, "got 'mudd', which plan does not plan$"),
         ({"length": 8193}, "length: expected at most tokens 8192, got 8193"),
         ({"connection": "attnres", "norm": "post"},
          "norm: expected pre with connection 'attnres', got 'post'"),

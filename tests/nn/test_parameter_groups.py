@@ -11,7 +11,6 @@ from deepfast.nn import TransformerEncoder
         ("residual", set()),
         ("dlcl", {"dlcl.weight", "dlcl.norm_weight", "dlcl.norm_bias"}),
         ("attnres", {"residuals.query"}),
-        ("mudd", {f"mudd.bias.{i}" for i in range(3)}),
     ],
 )
 def test_every_parameter_once(connection, tables):

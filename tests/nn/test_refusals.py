@@ -9,12 +9,10 @@ import torch
 from deepfast import ops
 from deepfast.nn import (
     DLCL,
-    MUDD,
     DepthHistory,
     LatentDepth,
     LayerFusion,
     LayerNorm,
-    MUDDHistory,
     MultiheadAttention,
     Packing,
     RMSNorm,
@@ -35,7 +33,6 @@ SIZES = {
     MultiheadAttention: {"dim": 8, "num_heads": 2},
     LayerNorm: {"dim": 4},
     RMSNorm: {"dim": 4},
-    MUDD: {"num_layers": 2, "dim": 8},
     LatentDepth: {"num_layers": 5},
     LayerFusion: {"num_states": 3, "dim": 6},
     TransparentAttention: {"encoder_layers": 3, "decoder_layers": 2, "dim": 4},
@@ -69,18 +66,13 @@ OPTIONS = [
     (ENCODER, {"connection": "attnres", "block": 2}, "block needs connection='block_attnres'"),
     (ENCODER, {"connection": "attnres", "reads": 3}, "reads must be an integer"),
     (ENCODER, {"reads": 2}, "reads must be 1 or None where connection='dlcl'"),
-    (ENCODER, {"connection": "mudd", "norm": "post"}, "'mudd' needs norm='pre', got 'post'"),
     (ENCODER, {"norm_type": "none"}, "norm_type='none' needs norm='pre' and the connection resid"),
     (ENCODER, {"norm_type": "none", "connection": "latent", "norm": "post"}, "'none' needs norm="),
     (ENCODER, {"recompute": "less"}, "expected one of none, ffn, .*, got 'less'"),
     (ENCODER, {"recompute": ["none", "ffn"]}, "one policy for each of 5 layers, got 2"),
     (ENCODER, {"recompute": 3}, "expected a policy, one for each layer, or a plan"),
-    *(
-        (ENCODER, {"recompute": "layer+input", "connection": name},
-        "'layer.input' recomputes inputs from the "
-         "states of .*use 'layer'")
-        for name in ("residual", "mudd")
-    ),
+    (ENCODER, {"recompute": "layer+input", "connection": "residual"},
+     "'layer.input' recomputes inputs from the states of .*use 'layer'"),
     (LAYERS, {"first_norm": 0}, "first_norm must be True or False"),
     (LAYERS, {"later_norms": 0}, "later_norms must be True or False"),
     (ATTENTION, {"dim": 0, "num_heads": 1}, f"dim {ONE} 0"),
@@ -95,8 +87,6 @@ OPTIONS = [
     (NORMS, {"dim": -1}, f"dim {ONE} -1"),
     (NORMS, {"dim": 10**30}, "dim must be at most 2147483647, got 10+$"),
     (NORMS, {"eps": math.nan}, "eps must be a number of at least 0, got nan"),
-    ((MUDD,), {"streams": 0}, f"streams {ONE} 0"),
-    ((MUDD,), {"eps": -1.0}, "eps must be a number of at least 0"),
     (LATENT, {"tau": 0}, "tau must be a number above 0, got 0"),
     (LATENT, {"lr_scale": "warm"}, "lr_scale must be a number above 0, got 'warm'"),
     (LATENT, {"kl_weight": math.inf}, "kl_weight must be a number of at least 0, got inf"),
@@ -139,7 +129,7 @@ def test_options(kinds, options, words):
             kind(**SIZES[kind] | options)
 
 
-X, ENCODED, EMBEDDED = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(3, 8)
+X, ENCODED = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
 RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
 PACKING, SHORT, Z = Packing(2, 3), torch.randn(5, 8), torch.randn(5, 6)
 
@@ -152,12 +142,6 @@ transparent = TransparentAttention(3, 2, 4)
 def step(x, *given):
     """With the cache of two sentences or with what is given."""
     return decoder.step(x, *(given or (start(X.flatten(0, 1), PACKING),)))
-
-
-def mudd(*pushed):
-    m, history = MUDD(1, 8), MUDDHistory()
-    for y in pushed:
-        m(y, history)
 
 
 def fusion(*args, kind="attention", own_embedding=True, **options):
@@ -217,17 +201,8 @@ CALLS = [
         (Packing.of, (4, 4, mask), ValueError, r"key_padding_mask must be bool \(4, 4\), got")
         for mask in (torch.zeros(4, 3).bool(), torch.zeros(4, 4), torch.zeros(16).bool())
     ),
-    (mudd, (torch.randn(3, 4),), ValueError, r"input must be \(\.\.\., 8\), got \(3, 4\)"),
-    (mudd, (EMBEDDED.int(),), ValueError, "MUDD: the input must have a floating-point dtype, got"),
-    (mudd, (meta(3, 8),), ValueError, "MUDD: the input must be on cpu, got meta"),
-    *(
-        (TransformerEncoder(2, 8, 2, 16, connection=name), (wide(2, 3, 8),), ValueError,
-         f"x{AS_WEIGHTS}")
-        for name in ("residual", "mudd")
-    ),
-    (mudd, (None,), TypeError, "the layer's output must be a tensor"),
-    (mudd, (EMBEDDED, X[0, :2]), ValueError, "must have the embedding's shape"),
-    (mudd, (EMBEDDED,) * 3, RuntimeError, "expected 2 pushes with one history, got one more"),
+    (TransformerEncoder(2, 8, 2, 16, connection="residual"), (wide(2, 3, 8),), ValueError,
+     f"x{AS_WEIGHTS}"),
     (LatentDepth(5, 3), (3,), ValueError, "language must be an integer from 0 to 2, got 3"),
     # A bool would index the whole table.
     (LatentDepth(5, 3), (True,), ValueError, "language must be an integer from 0 to 2, got Tr"),

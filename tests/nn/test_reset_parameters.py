@@ -6,7 +6,6 @@ from torch import nn
 
 from deepfast.nn import (
     DLCL,
-    MUDD,
     AttentionResiduals,
     LatentDepth,
     LayerFusion,
@@ -33,7 +32,6 @@ FIXED = {
     "latent": lambda: LatentDepth(3, 2),
 }
 RANDOM = {
-    "mudd": lambda: MUDD(3, 6),
     "self-attention": lambda: MultiheadAttention(6, 2),
     "cross-attention": lambda: MultiheadAttention(6, 2, cross=True),
     "grouped attention": lambda: MultiheadAttention(8, 4, num_kv_heads=2),

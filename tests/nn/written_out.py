@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.nn.layer_norm import NoNorm
-from deepfast.reference import mudd
 from deepfast.reference.layer_norm import rms_norm
 from tests.specifications import attention_residuals as reference
 
@@ -30,15 +29,14 @@ def norm_of(m, x):
 
 
 def attend(m, x, encoded=None, padding=None, causal=False):
-    """Multi-head attention written out on (B, S, D); x may be one input each for queries, keys and
-    values."""
+    """Multi-head attention written out on (B, S, D)."""
     width = m.dim // m.num_heads
     if m.cross:
         q = m.query(x)
         k, v = m.key_value(encoded).chunk(2, -1)
     else:
-        each, shares = x if isinstance(x, tuple) else (x,) * 3, [m.num_kv_heads * width] * 2
-        q, k, v = (m.query_key_value(x).split([m.dim, *shares], -1)[i] for i, x in enumerate(each))
+        shares = [m.num_kv_heads * width] * 2
+        q, k, v = m.query_key_value(x).split([m.dim, *shares], -1)
 
     def heads(t):
         t = t.unflatten(-1, (-1, width)).transpose(1, 2)
@@ -136,8 +134,6 @@ def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, in
     """
     c, given = m.connection, (encoded, padding, encoded_padding)
     gates = [1.0] * len(m.layers) if gates is None else gates
-    if c.kind == "mudd":
-        return streams(m, x, *given)
     bodies = [
         lambda x, n, f=f, z=z: layer(f, x, n, *given, z)
         for f, z in zip(m.layers, gates, strict=True)
@@ -156,20 +152,6 @@ def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, in
             y = bodies[row](x, n)
             states.append(y - x if attends else y)
     return n
-
-
-def streams(m, x, *given):
-    """A stack with `MUDD`, by the reference."""
-    c, states, read = m.connection, [x], (x,) * 4
-    for k, f in enumerate(m.layers):
-        norms = [c.norms[k]] * 3
-        if k > 0:
-            norms[1:] = c.key_norms[k - 1], c.value_norms[k - 1]
-        n = tuple(norm_of(norm, s) for norm, s in zip(norms, read[:3], strict=True))
-        states.append(layer(f, read[3], n, *given))
-        row = c.mudd.up[k], c.mudd.down[k], c.mudd.bias[k]
-        read = mudd.row(states, *row, c.mudd.eps)
-    return norm_of(c.norms[-1], read[0])
 
 
 def assert_same(got, want, module, inputs, keep=None):

@@ -44,7 +44,7 @@ MAKERS = {
     "add_dropout": _sum,
     "activation": lambda n, rows, p: ops.activation(n, rows, "gelu", p=p),
     "depth_mix": lambda n, rows, _: ops.depth_mix(n, rows, K),
-    "depth_mix_tokens": lambda n, rows, _: ops.depth_mix_tokens(n, rows, K),
+    "depth_mix_sums": lambda n, rows, _: ops.depth_mix_sums(n, rows, K),
     "depth_attention": lambda n, rows, _: ops.depth_attention(n, rows, K, 2, gain=False),
     "norm_linear": lambda n, rows, p: ops.norm_linear(n, rows, N, p=p),
     "feed_forward": lambda n, rows, p: ops.feed_forward(n, rows, N, p=p),

@@ -21,9 +21,9 @@ def test_agrees_on_extreme_values(backend, scale, mean):
 @pytest.mark.parametrize("dim", [1, 17, 64, 255, 512])
 @pytest.mark.parametrize("count", [1, 2, 7, 33, 97])
 @pytest.mark.parametrize("by", ["cpu", "reference"])
-def test_weights_of_each_token(by, count, dim):
+def test_several_sums(by, count, dim):
     """In float64, with the blocks of sources and channels of the kernel."""
-    assert_agrees(ops.depth_mix_tokens("", Rows((3,), dim), count, 4), by, torch.float64)
+    assert_agrees(ops.depth_mix_sums("", Rows((3,), dim), count, 4), by, torch.float64)
 
 
 ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -47,20 +47,22 @@ def test_one_tensor_as_several_sources(exact_backend):
     torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-def test_memory_is_that_of_the_results(meter, tokens):
+@pytest.mark.parametrize("several", [False, True])
+def test_memory_is_that_of_the_results(meter, several):
     """Nothing is stacked, and nothing normalised is stored."""
-    make, rows = ops.depth_mix_tokens if tokens else ops.depth_mix, Rows((100,), 256)
+    make, rows = ops.depth_mix_sums if several else ops.depth_mix, Rows((100,), 256)
     case = make("", rows, 40)
     leaves = case.leaves(torch.float32, torch.float32)
     with meter() as m:
         out = case.run(**leaves, backend="cpu")
-    statistics = 0 if tokens else 2 * 40 * 100 * 4
-    assert m.peak <= out.nbytes + statistics + 10_000
+    # Of each source and token two statistics, or the weights of two sums.
+    numbers = 2 * 40 * 100 * 4
+    assert m.peak <= out.nbytes + numbers + 10_000
     dout, gradients = torch.ones_like(out), sum(x.nbytes for x in leaves.values())
     with meter() as m:
         out.backward(dout)
-    assert m.peak <= gradients + 20_000
+    # Of the weights their copies again, and the gradients of these.
+    assert m.peak <= gradients + 2 * numbers * several + 20_000
 
 
 def test_one_dimensional_sources(backend):

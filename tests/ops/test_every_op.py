@@ -104,10 +104,6 @@ def channels_apart(t):
 VIEWS = [slice_of_channels, every_other_token, two_leading_dimensions, channels_apart]
 
 
-# The weights of depth_mix_tokens have the tokens' dimensions.
-@pytest.mark.only_if(
-    lambda name, view: name != "depth_mix_tokens" or view is not two_leading_dimensions
-)
 @SERVED
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "depth_attention, scores"])

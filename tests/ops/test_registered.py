@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepfast import ops
 from deepfast.cases.case import tuple_of
 from deepfast.launches import LAUNCHES
-from deepfast.nn import DLCL, MUDD, AttentionResiduals, DepthHistory, MUDDHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.kernels.agreement import ABSENT, numbers
 from tests.ops.cases import (
     EVERY,
@@ -74,7 +74,7 @@ FULL, HALF = torch.float32, torch.bfloat16
 AUTOCAST = {
     # Ops without a matrix product leave their inputs as they are.
     "layer_norm": [FULL, FULL], "add_dropout": [FULL], "activation": [FULL], "depth_mix": [FULL],
-    "depth_mix_tokens": [FULL], "depth_attention": [FULL, FULL], "norm_linear": [HALF, HALF],
+    "depth_mix_sums": [FULL], "depth_attention": [FULL, FULL], "norm_linear": [HALF, HALF],
     "feed_forward": [HALF, HALF], "attention": [HALF], "linear_cross_entropy": [FULL],
     "peephole_lstm": [HALF, HALF, FULL],
 }  # fmt: skip
@@ -135,7 +135,6 @@ def test_forward_mode_is_an_error(name):
         "rms_norm": lambda x: ops.rms_norm(x, None),
         "attention_residual": lambda x: ops.attention_residual([x], torch.ones(D)),
         "AttentionResiduals": lambda x: AttentionResiduals(2, D)(x, DepthHistory()),
-        "MUDD": lambda x: MUDD(2, D)(x, MUDDHistory()),
     }.items(),
 )
 def test_forward_mode_error_names_what_was_called(name, run):

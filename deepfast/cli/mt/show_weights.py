@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if not sides and not choices:
         raise ValueError(
             f"{args.checkpoint}: expected a model with DLCL, attention residuals or latent depth "
-            "in the encoder or the decoder, got none of them (MUDD has other weights for each "
-            "token, stream and layer)"
+            "in the encoder or the decoder, got none of them"
         )
     if args.threshold is not None and not sides:
         raise ValueError(

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deepfast.checks import shown
-from deepfast.connections import names
 from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
@@ -34,7 +33,6 @@ PLANNED = {
     "cross_attention": ("top",), "share_embeddings": ("all",), "norm_type": ("layer", "rms"),
     "norm": ("pre", "post"), "decoder_norm": (None,),
     "encoder_fusion": (None,), "decoder_fusion": (None,),
-    "encoder_connection": names("planned"), "decoder_connection": names("planned"),
 }  # fmt: skip
 """Key of the section `model` -> the values whose memory the planner can predict."""
 

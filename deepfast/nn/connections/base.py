@@ -128,16 +128,13 @@ class Connection(nn.Module, abc.ABC):
         self.make_children(options)
         self.norms = None
         if options.norm == "pre":
-            self.norms = self.make_norms(options, self.reads * options.num_layers + 1)
+            make, count = NORMS[options.norm_type], self.reads * options.num_layers + 1
+            self.norms = nn.ModuleList(  # type: ignore[assignment]
+                make(options.dim, backend=options.backend) for _ in range(count)
+            )
 
     def make_children(self, options: Options) -> None:
         """Makes the modules of a subclass other than the norms."""
-
-    @staticmethod
-    def make_norms(options: Options, count: int) -> Sequence[Norm]:
-        """A list of norms of the stack's kind."""
-        make = NORMS[options.norm_type]
-        return nn.ModuleList(make(options.dim, backend=options.backend) for _ in range(count))  # type: ignore[return-value]
 
     def calls(self, layer: Any, policy: str, options: dict) -> list[LayerCall]:
         """The calls of one layer: one or, where each of its parts reads, one for each."""

@@ -39,7 +39,6 @@ TRANSFORMERS = {
     "denseformer": both("denseformer"),
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
-    "mudd": both("mudd"),
     "deepnorm, pre-norm decoder": {"norm": "deepnorm", "decoder_norm": "pre",
                                    "encoder_connection": "residual"},
     "rms": {"norm_type": "rms"},

@@ -217,7 +217,6 @@ MODELS = {
                "model.latent": {"hard": True, "kl_weight": 0.1, "lr_scale": 10.0},
                "optim.accumulate": 2},
     "attention residuals": {"model.encoder_connection": "attnres", "recompute": "layer+input"},
-    "mudd, post-norm": {"model.encoder_connection": "mudd", "model.decoder_connection": "dlcl"},
     "fusion": {"model.encoder_fusion": "attention", "recompute": "layer", "optim.accumulate": 4},
     "transparent": {"model.cross_attention": "transparent", "model.mixture_dropout": 0.0},
     "lstm": {"model": {"kind": "fast_forward_lstm", "dim": 16, "dropout": 0.0}},
