@@ -8,7 +8,7 @@ order, which is that of their worth. Each ends within four minutes:
     ratio     the bandwidth of a copy; training steps over those of the plain residual encoder; what
               a launch costs the host
     copy      every op and kernel beside a copy, torch and `torch.compile`
-    workload  the training step that Fast-AttnRes published, beside the prediction
+    workload  the training step that Fast-AttnRes published
     curves    losses in bf16 beside those of torch, `torch.compile` and fla
     tests     tests/gpu, in processes side by side
     sweeps    other tiles, warps, stages, residency and blocks of rows

@@ -11,6 +11,7 @@ fla's kernels as an op that the compiler does not trace. Here fla and Fast-AttnR
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,14 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepfast
-from bench.gpu import count
 from bench.gpu.clock import Bench, Variant
 from bench.gpu.ops import BF16, others
 
 EPS = 2**-23
-TOY = count.Model(
-    layers=1, dim=32, ffn=48, batch=1, length=8, vocabulary=64, gated=True, causal=True
-)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of a pre-norm causal language model with SwiGLU, and those of its batch."""
+
+    layers: int
+    dim: int
+    ffn: int
+    batch: int
+    length: int
+    vocabulary: int
+
+
+PUBLISHED = Model(layers=24, dim=1024, ffn=2816, batch=2, length=1024, vocabulary=32768)
+TOY = Model(layers=1, dim=32, ffn=48, batch=1, length=8, vocabulary=64)
 HEAD_WIDTH = 64
 
 
@@ -84,7 +97,7 @@ class LanguageModel(nn.Module):
         read: None for residual sums.
     """
 
-    def __init__(self, size: count.Model, read: Read | None = None):
+    def __init__(self, size: Model, read: Read | None = None):
         super().__init__()
         self.read = read
         self.words = nn.Embedding(size.vocabulary, size.dim)
@@ -131,7 +144,7 @@ def _fast_read() -> Read:
     return lambda sources, query: function(tuple(sources), query.to(BF16), eps=EPS)
 
 
-def made(size: count.Model, read: Read | None, connected: bool = False) -> LanguageModel:
+def made(size: Model, read: Read | None, connected: bool = False) -> LanguageModel:
     """A model; equal weights and equal queries in every form."""
     model, generator = LanguageModel(size, read), torch.Generator().manual_seed(0)
     drawn = [p for p in model.parameters() if p.dim() > 1]
@@ -151,7 +164,7 @@ def made(size: count.Model, read: Read | None, connected: bool = False) -> Langu
 class Step:
     """A step of a model: what is timed, and its loss before the first update."""
 
-    def __init__(self, model: LanguageModel, size: count.Model, device: str, compiled: str | None):
+    def __init__(self, model: LanguageModel, size: Model, device: str, compiled: str | None):
         model.to(device).train()
         generator = torch.Generator().manual_seed(2)
         words = torch.randint(size.vocabulary, (2, size.batch, size.length), generator=generator)
@@ -184,7 +197,7 @@ PLAIN, OURS, IN_TORCH = "plain residual", "deepfast", "a read in torch"
 COMPILED = ", compiled"
 
 
-def _forms(bench: Bench, size: count.Model) -> dict[str, Callable[[], LanguageModel]]:
+def _forms(bench: Bench, size: Model) -> dict[str, Callable[[], LanguageModel]]:
     forms: dict[str, Callable[[], LanguageModel]] = {
         PLAIN: partial(made, size, None),
         OURS: partial(made, size, None, connected=True),
@@ -199,7 +212,7 @@ def _forms(bench: Bench, size: count.Model) -> dict[str, Callable[[], LanguageMo
 def workload(bench: Bench) -> None:
     """Steps of every form, in a CUDA graph and eager."""
     # Toy sizes run without graphs: the forms would be measured twice.
-    what, _, rows, losses = _steps(bench, bench.size(("", ", eager"), ("",)))
+    what, rows, losses = _steps(bench, bench.size(("", ", eager"), ("",)))
     if OURS not in rows:
         bench.error(what, f"{OURS!r} did not run, see the notes")
         return
@@ -209,21 +222,14 @@ def workload(bench: Bench) -> None:
 
 
 def compiled(bench: Bench) -> None:
-    """The same with model and loss under torch.compile, as published, beside the prediction; it
-    takes a minute or more for each form."""
-    what, size, rows, _ = _steps(bench, ("", COMPILED))
-    row, chip = rows.get(OURS + COMPILED), count.chip(bench.device)
-    if chip is not None:
-        bench.target(
-            f"{what}: deepfast, compiled, ms, beside what was counted for an {chip.name}",
-            row and row.median * 1e3, round(count.step(size, chip, "attnres") * 1e3, 1),
-            at_most=True,
-        )  # fmt: skip
+    """The same with model and loss under torch.compile, as published; it takes a minute or more for
+    each form."""
+    _steps(bench, ("", COMPILED))
 
 
 def _steps(bench: Bench, suffixes: tuple[str, ...]) -> tuple:
-    """Title, size, rows and first losses of every form, each in these ways."""
-    size = bench.size(count.FAST_ATTNRES, TOY)
+    """Title, rows and first losses of every form, each in these ways."""
+    size = bench.size(PUBLISHED, TOY)
     forms = _forms(bench, size)
     # At toy size a graph is traced and no code generated.
     ways = {"": (None, True), COMPILED: (bench.size("inductor", "aot_eager"), True),
@@ -258,14 +264,14 @@ def _steps(bench: Bench, suffixes: tuple[str, ...]) -> tuple:
         base = rows.get(PLAIN + name.partition(",")[1] + name.partition(",")[2])
         ratio = f", {row.median / base.median:.3f} of {base.variant!r}" if base else ""
         bench.note(f"{name}: loss {losses[name]:.4f}{ratio}")
-    return what, size, rows, losses
+    return what, rows, losses
 
 
 def curves(bench: Bench) -> None:
     """Losses of a smaller model over some steps in bf16: every form trains on the same words."""
-    size = bench.size(count.Model(
-        layers=12, dim=512, ffn=1408, batch=8, length=256, vocabulary=4096, gated=True, causal=True
-    ), TOY)  # fmt: skip
+    size = bench.size(
+        Model(layers=12, dim=512, ffn=1408, batch=8, length=256, vocabulary=4096), TOY
+    )
     steps = bench.size(200, 3)
     generator = torch.Generator().manual_seed(3)
     after = torch.randperm(size.vocabulary, generator=generator)
@@ -293,7 +299,7 @@ def curves(bench: Bench) -> None:
                      abs(float(ratio)), 0.01, at_most=True)  # fmt: skip
 
 
-def _curve_forms(bench: Bench, size: count.Model) -> dict[str, tuple]:
+def _curve_forms(bench: Bench, size: Model) -> dict[str, tuple]:
     forms = _forms(bench, size)
     del forms[PLAIN]
     found = {name: (make, None) for name, make in forms.items()}

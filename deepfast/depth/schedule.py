@@ -60,8 +60,8 @@ def default_block(rows: int, device_type: str = "cpu", pulled: int = 8) -> int:
 
     On a CPU it was chosen by measurement: memory traffic falls until a block has about sqrt(rows)
     rows, but a pass for more than 8 rows is limited by arithmetic there. Elsewhere it is chosen by
-    count: the fewest states that a step moves, with `FAR_PASS` for each launch over far states
-    (bench/results/count.md). Up to 8 rows make one block: a far pass would cost more than it saves.
+    count: the fewest states that a step moves, with `FAR_PASS` for each launch over far states.
+    Up to 8 rows make one block: a far pass would cost more than it saves.
 
     Args:
         pulled: states for which one launch reads the far gradients, see `DepthPass.pulled`. A

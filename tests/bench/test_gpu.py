@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 pytest.importorskip("xdist")
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import count, launches, machine, page, plugin, sections, sweep
+from bench.gpu import launches, machine, page, plugin, sections, sweep
 from bench.gpu.clock import Bench, Variant
 from bench.gpu.results import Run
 from bench.gpu.sections import SECTIONS
@@ -141,11 +141,6 @@ def test_stages_and_files():
     assert set(launches.names("cuda")) < set(launches.names("triton")) <= set(LAUNCHES)
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert files | {"tests/memory/test_count.py"} <= set(gpu.test_files(dry=False))
-
-
-def test_the_page_of_counted_steps_is_that_of_the_code():
-    made = (ROOT / "bench/results/count.md").read_text()
-    assert made == count.page(), "python -m bench.gpu.count --write bench/results/count.md"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

@@ -1,8 +1,7 @@
-"""What Triton's compiler produces for every kernel, without a GPU.
+"""Whether Triton compiles every kernel without register spills; needs no GPU.
 
 Each case of `aot_cases.py` calls a launcher; every kernel that it launches is compiled for a
-target instead of run, and its machine code is read: registers, shared memory, spills, the width of
-each access to global memory.
+target instead of run, and its machine code is read.
 
     python tests/kernels/aot.py --only layer_norm --target 90
     python tests/kernels/aot.py --write bench/results/aot.md
@@ -11,18 +10,14 @@ Where deepfast is not installed, PYTHONPATH=. goes before them.
 """
 
 import argparse
-import ast
 import concurrent.futures
-import hashlib
 import importlib
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,25 +32,14 @@ from triton.runtime.jit import JITFunction
 
 from deepfast.kernels.launch import Kernel
 
-COMMITTED = Path(__file__).parents[2] / "bench" / "results" / "aot.md"
-
 HEADER = f"""\
-# What the compiler produces for the Triton kernels
+# Triton compiles its kernels without spills
 
 Triton {triton.__version__}, no GPU; `python tests/kernels/aot.py --write bench/results/aot.md`.
-If the sources or Triton are not those of this table, a test compiles every kernel and compares it
-with these numbers. Otherwise it compiles one case of each launcher, whose numbers must be the same.
-
-Sources {{sources}}.
-
-T = {T} tokens, {LAYERS} layers, attention over 8 heads of 64. *registers* per thread, *shared*
-bytes and *warps* per program, *resident* the warps that a multiprocessor holds at once, of 64.
-*loads* and *stores* of global memory in the machine code as count x bits, *async* the loads that go
-straight to shared memory, *tensor core* the matrix instructions, *spills* the accesses to local
-memory. A kernel of several cases has its row at the first of them.
+T = {T} tokens, {LAYERS} layers, attention over 8 heads of 64. *spills* counts the accesses to local
+memory in the machine code of all kernels of a case.
 
 """
-
 
 # ---- what compiled kernels are kept by -----------------------------------------------------------
 
@@ -105,160 +89,106 @@ def use_target(target: int) -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def compile_case(index: int, target: int) -> dict[str, dict]:
-    """Every kernel that a case launches, by its hash, compiled and measured.
+def compile_case(index: int, target: int) -> dict:
+    """The row of a case for a target, and a line for each fault.
 
     Needs its own process, because it changes Triton and the launchers.
     """
-    case, chip, kernels = CASES[index], sass.CHIPS[target], {}
+    case, found = CASES[index], {}
     use_target(target)
     module = importlib.import_module(f"deepfast.kernels.{case.module}")
     common = importlib.import_module("deepfast.kernels.common")
-    common.multiprocessors = module.multiprocessors = lambda device: chip.multiprocessors
+    common.multiprocessors = module.multiprocessors = lambda device: sass.MULTIPROCESSORS[target]
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        start = time.perf_counter()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        seconds = time.perf_counter() - start
-        if kernel.hash not in kernels:
-            variant = 1 + sum(k["kernel"].split()[0] == self.__name__ for k in kernels.values())
-            name = self.__name__ if variant == 1 else f"{self.__name__} {variant}"
-            found = {"case": case.name, "kernel": name, "sm": target, "seconds": seconds}
-            kernels[kernel.hash] = found | measure(kernel, chip)
+        # Returns nothing, so that the launcher keeps no kernel: it would run the next launch.
+        found[kernel.hash] = self.__name__, kernel
 
     JITFunction.run = compile_only
     try:
         case.call(getattr(module, case.call.__name__), **case.sizes)
     finally:
         JITFunction.run = run
-    return kernels
+    spills, faults = 0, []
+    for name, kernel in found.values():
+        code, shared = machine_code(kernel), kernel.metadata.shared
+        spills += sum(op in sass.SPILLS for op in code)
+        lines = sass.faults(name, target, code, shared, triton.__version__)
+        faults += [f"{name} on sm_{target} in {case.name}: {line}" for line in lines]
+    names = dict.fromkeys(name for name, _ in found.values())
+    row = [case.name, str(target), ", ".join(names), str(spills)]
+    return {"row": row, "faults": faults}
 
 
-def measure(kernel, chip: sass.Chip) -> dict:
-    """Numbers of a compiled kernel (`triton.compiler.CompiledKernel`)."""
+def machine_code(kernel) -> list[str]:
+    """The opcodes of a compiled kernel (`triton.compiler.CompiledKernel`)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers = int(re.search(r"REG:(\d+)", text)[1])
-    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    resident = sass.resident_warps(chip, registers, shared, warps)
-    found = {"registers": registers, "shared": shared, "warps": warps, "resident": resident}
-    return found | sass.read_sass(text)
+    return sass.OPCODE.findall(text)
 
 
 # ---- all of them -------------------------------------------------------------------------------
 
 
-def compile_all(jobs: list[tuple[int, int]], processes: int) -> tuple[list[dict], list[str]]:
-    """The kernels of all (case, target) pairs, and a line for every launcher that failed."""
-    kernels, failed = {}, []
+def compile_all(jobs: list[tuple[int, int]], processes: int) -> tuple[list[list[str]], list[str]]:
+    """The rows of all (case, target) pairs, and a line for each fault."""
+    rows, faults = [], []
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,
         concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn) as pool,
     ):
         os.environ["TRITON_CACHE_DIR"] = cache
-        for (index, target), found in [(job, pool.submit(compile_case, *job)) for job in jobs]:
+        for (index, target), job in [(job, pool.submit(compile_case, *job)) for job in jobs]:
             try:
-                for digest, kernel in found.result().items():
-                    kernels.setdefault(digest, kernel)
+                found = job.result()
             except Exception as error:
                 print(error.__cause__ or error, file=sys.stderr)
                 said = (str(error).strip().splitlines() or [""])[-1]
                 where = f"{CASES[index].name} on sm_{target}"
-                failed.append(f"{where}: launcher failed: {type(error).__name__}: {said}")
-    return list(kernels.values()), failed
+                faults.append(f"{where}: launcher failed: {type(error).__name__}: {said}")
+            else:
+                rows.append(found["row"])
+                faults += found["faults"]
+    return rows, faults
 
 
-def sources() -> str:
-    """A digest of everything that decides what is compiled; comments and docstrings do not."""
-    here, found = Path(__file__).parent, hashlib.sha256()
-    for file in sorted([*(here.parents[1] / "kernels").glob("*.py"), here / "aot_cases.py"]):
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
-        found.update(ast.dump(tree).encode())
-    return found.hexdigest()[:16]
-
-
-def settled() -> bool:
-    """Whether the committed table is of these sources and this Triton."""
-    text = COMMITTED.read_text() if COMMITTED.exists() else ""
-    return f"Sources {sources()}." in text and f"Triton {triton.__version__}," in text
-
-
-def differences(kernels: list[dict]) -> list[str]:
-    """A line for each kernel whose row in the committed table is another one."""
-    committed = sass.read_table(COMMITTED.read_text())
-    found = {sass.key(k): dict(zip(sass.COLUMNS, sass.row(k), strict=True)) for k in kernels}
-    return [
-        f"{COMMITTED.name} has {committed.get(key)}, compiled: {row}"
-        for key, row in found.items() if row != committed.get(key)
-    ]  # fmt: skip
-
-
-def compare(kernels: list[dict]) -> list[str]:
-    """The faults of all kernels, given the committed table."""
-    text = COMMITTED.read_text() if COMMITTED.exists() else ""
-    # Another compiler allocates registers differently.
-    committed = sass.read_table(text) if f"Triton {triton.__version__}," in text else {}
-    return [
-        line
-        for k in kernels
-        for line in sass.faults(k, committed.get(sass.key(k)), triton.__version__)
-    ]
-
-
-def show(kernels: list[dict]) -> None:
-    """The table as text for the terminal, with the compile time in seconds."""
-    lines = [[*sass.COLUMNS, "seconds"]]
-    lines += [[*sass.row(k), f"{k['seconds']:.1f}"] for k in kernels]
-    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)))
+def table(rows: list[list[str]]) -> str:
+    lines = [["case", "sm", "kernels", "spills"], ["---"] * 4, *rows]
+    return HEADER + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="cases whose file or name holds this text")
-    parser.add_argument("--target", type=int, choices=sass.CHIPS, action="append")
-    parser.add_argument(
-        "--changed", action="store_true",
-        help="where the table is of these sources, compile one case of each launcher alone",
-    )  # fmt: skip
+    parser.add_argument("--target", type=int, choices=sass.SHARED, action="append")
+    parser.add_argument("--sample", action="store_true", help="one case of each launcher alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     parser.add_argument("--json", type=Path, help="a file for what the test reads")
     options = parser.parse_args()
-    if options.write and (options.only or options.target or options.changed):
-        parser.error("--write takes all cases and targets")
     jobs = [
         (index, target)
         for index, case in enumerate(CASES)
         for target in options.target or case.targets
         if options.only in f"{case.module} {case.name}"
     ]
-    same = options.changed and settled()
-    if same:
-        jobs = list(
-            {CASES[index].call: (index, target) for index, target in reversed(jobs)}.values()
-        )
-    kernels, failed = compile_all(sorted(jobs), options.processes)
+    if options.sample:
+        jobs = sorted({CASES[job[0]].call: job for job in reversed(jobs)}.values())
+    rows, faults = compile_all(jobs, options.processes)
+    text = table(rows)
+    print(text)
     if options.write:
-        options.write.write_text(HEADER.format(sources=sources()) + sass.write_table(kernels))
-    lines = failed + compare(kernels) + (differences(kernels) if same else [])
+        options.write.write_text(text)
     if options.json:
-        rows, of = [sass.key(k) for k in kernels], {(CASES[i].name, str(t)) for i, t in jobs}
-        found = {"rows": rows, "jobs": sorted(of), "faults": lines}
-        options.json.write_text(json.dumps(found))
-    show(kernels)
-    for line in lines:
-        print(line)
-    return 1 if lines else 0
+        options.json.write_text(json.dumps({"rows": rows, "faults": faults}))
+    print("\n".join(faults) or "no faults")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
