@@ -58,9 +58,11 @@ TRITON = tuple(
 )  # fmt: skip
 """Ops with Triton kernels."""
 
-NO_CUDA = tuple(op for op in OPS if op not in ("layer_norm", "depth_mix", "boundary", "attention"))
-"""Ops without kernels in csrc/cuda; attention has torch's there. With ``backend="cuda"`` Triton's
-kernels run them, because a model has one ``backend`` for all its ops."""
+CUDA = ("boundary_forward", "boundary_backward")
+"""The launches with kernels in csrc/cuda. With the backend cuda Triton's kernels run all others,
+because a model has one ``backend`` for all its ops; attention has torch's."""
+
+IN_CUDA = {LAUNCHES[name].op for name in CUDA}
 
 CAPABILITY = (8, 0)
 """The lowest compute capability that the CUDA kernels are built for."""
@@ -102,15 +104,23 @@ def _visible(device: torch.device) -> list[int]:
 
 
 def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if op in NO_CUDA:
-        who = "; with backend='cuda' Triton runs it" if op in TRITON else " or Triton"
-        return f"{op} has no kernel in CUDA C++{who}"
-    if device.type == "cpu" and emulated is not None:
-        return "CUDA kernels compute in float32" if dtype == torch.float64 else None
     if op == "attention":
-        return None if device.type == "cuda" else f"tensors are on {device.type}, not cuda"
+        here = device.type == "cuda" or emulated is not None
+        return None if here else f"tensors are on {device.type}, not cuda"
+    if op not in IN_CUDA:
+        return f"{op} has no kernel in CUDA C++; with backend='cuda' Triton runs it"
     if dtype == torch.float64:
         return "CUDA kernels compute in float32"
+    if device.type != "cpu" or emulated is None:
+        reason = _library_refusal(device)
+        if reason is not None:
+            return reason
+    reason = _triton_refusal(op, device.type, dtype)
+    return reason and f"Triton runs its far passes: {reason}"
+
+
+def _library_refusal(device: torch.device) -> str | None:
+    """Why the CUDA kernels of the compiled library cannot run on ``device``."""
     if _C is None:
         return _C_REASON
     built = _C.build_info()
@@ -128,10 +138,10 @@ def _cuda_refusal(op: str, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
-def _too_wide(op: str, device: torch.device, dim: int) -> str | None:
+def _too_wide(device: torch.device, dim: int) -> str | None:
     """Why the CUDA kernels cannot hold rows of ``dim`` channels."""
     most = 8192
-    if op != "layer_norm" and device.type == "cuda":
+    if device.type == "cuda":
         # The sums of wider rows need 160 KiB of shared memory; some cards have 99 KiB.
         devices = map(torch.cuda.get_device_properties, _visible(device))
         if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):  # type: ignore[attr-defined]
@@ -212,7 +222,7 @@ def refusal(
         case "cuda":
             reason = _cuda_refusal(op, device, dtype)
             if reason is None and dim is not None and op != "attention":
-                reason = _too_wide(op, device, dim)
+                reason = _too_wide(device, dim)
             return reason
     return f"expected one of {', '.join(BACKENDS)}"
 
@@ -275,7 +285,7 @@ def preview(
     op: str, requested: str | None, device: Device, dtype: torch.dtype, width: int | None = None
 ):
     """What `choose` returns; it is neither kept nor recorded."""
-    if requested == "cuda" and op in NO_CUDA:
+    if requested == "cuda" and op not in (*IN_CUDA, "attention"):
         requested = "triton"
     device = torch.device(device)
     if requested is not None:
@@ -323,12 +333,14 @@ def _launchers(op: str, name: str, check: bool = False) -> SimpleNamespace | Non
         return None
     runs = _runs(op, name)
     if check:
-        references = _runs(op, "reference")
-        thread = _triton_module("launch")[0].thread if name == "triton" else None
+        references, thread = _runs(op, "reference"), _triton_module("launch")[0].thread
         runs = {
-            f: first_use.Checked(LAUNCHES[f], name, run, references[f], _choices.clear, thread)
+            f: first_use.Checked(
+                LAUNCHES[f], name, run, references[f], _choices.clear,
+                None if name == "cuda" and f in CUDA else thread,
+            )
             for f, run in runs.items()
-        }
+        }  # fmt: skip
     return SimpleNamespace(**{f: LAUNCHES[f].by_name(run) for f, run in runs.items()})
 
 
@@ -337,8 +349,10 @@ def _runs(op: str, name: str) -> dict[str, Callable[..., None]]:
     if name in ("cpu", "cuda"):
         # cpu and cuda are one library; the dispatcher chooses by the tensors' device.
         ops = emulated if name == "cuda" and emulated is not None else torch.ops.deepfast
+        here = [f for f in OPS[op] if name == "cpu" or f in CUDA]
         # The function inside of an op of torch, which calls the dispatcher, costs less time.
-        return {f: getattr(ops, f).default._op for f in OPS[op]}
+        compiled = {f: getattr(ops, f).default._op for f in here}
+        return compiled if name == "cpu" else _runs(op, "triton") | compiled
     if name == "reference":
         modules = [importlib.import_module(f"deepfast.reference.{op}")]
     else:

@@ -148,7 +148,7 @@ def emulated(_emulated_library):
 
 @pytest.fixture
 def backend(exact_backend):
-    """Each backend that can run here, by name; tests/ops adds the emulated CUDA kernels."""
+    """Each backend that can run here, by name."""
     return exact_backend
 
 
@@ -163,24 +163,9 @@ def exact_backend(request):
     return request.param
 
 
-@pytest.fixture(params=["cpu", "reference", "cuda"])
-def kernel_backend(request):
-    """Each backend that can run here, by name."""
-    if request.param == "cuda":
-        request.getfixturevalue("emulated")
-    from deepfast import backend
-
-    reason = backend.refusal("layer_norm", request.param, "cpu", torch.float32)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
-
-
-@pytest.fixture(params=["cpu", "reference", "triton", "cuda"])
+@pytest.fixture(params=["cpu", "reference", "triton"])
 def any_backend(request):
-    """Each backend that has kernels here; Triton's run in its interpreter, CUDA's are emulated."""
-    if request.param == "cuda":
-        request.getfixturevalue("emulated")
+    """Each backend that has kernels of every op here; Triton's run in its interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton")
     return request.param

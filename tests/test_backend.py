@@ -39,7 +39,7 @@ def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
 def test_reasons_say_what_is_wrong():
     assert BackendError.__module__ == "deepfast.backend"
     assert "on cpu, not cuda" in backend.refusal("attention", "cuda", "cpu", torch.float32)
-    assert "compute in float32" in backend.refusal("layer_norm", "cuda", "cuda", torch.float64)
+    assert "compute in float32" in backend.refusal("boundary", "cuda", "cuda", torch.float64)
     assert "on cuda, not cpu" in backend.refusal("layer_norm", "cpu", "cuda", torch.float32)
     assert "torch.int32" in backend.refusal("layer_norm", "cpu", "cpu", torch.int32)
     with pytest.raises(BackendError, match=r"expected an op of layer_norm.*got 'softmax'"):

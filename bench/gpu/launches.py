@@ -43,10 +43,7 @@ def names(by: str) -> list[str]:
     """The launches that a backend has kernels for."""
     return [
         name for name, launch in LAUNCHES.items()
-        if (
-            launch.op in backend.TRITON if by == "triton"
-            else launch.op not in {"attention", *backend.NO_CUDA}
-        )
+        if (launch.op in backend.TRITON if by == "triton" else name in backend.CUDA)
     ]  # fmt: skip
 
 

@@ -12,8 +12,7 @@
 //
 // where c_j = W[k, j] * norm_weight_j and S = sum W[k, j] * norm_bias_j (boundary.h).
 //
-// With K near states, the pushed one among them, a launch reads K + 2 rows and writes 3. What a
-// row costs beside them is counted in bench/results/limits.md.
+// With K near states, the pushed one among them, a launch reads K + 2 rows and writes 3.
 #include "boundary.h"
 
 namespace deepfast {
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kMostThreads<kChunks>, 1)
   const Mix<T>& mix = op.mix;
   const Lane at(mix.dim, mix.lanes, kFast || mix.aligned);
   char* const shared = dynamic_shared();
-  RowsApart row_sum(mix.lanes, shared);
+  RowSum row_sum(mix.lanes, shared);
   typename Kernel::Rows rows(shared + kRowSumBytes, shared + Kernel::kRows, at, op.tokens);
   add_near(mix, rows);
   rows.add_sums(op.partial, op.partial_stride);

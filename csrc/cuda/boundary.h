@@ -17,9 +17,6 @@
 namespace deepfast {
 namespace {
 
-// Blocks are large, so the warps of a row wait for each other only, not for the whole block.
-using RowsApart = RowSums<true>;
-
 // Most rows are aligned and narrow enough for the table: kernels with kFast. Other rows run in an
 // instance of the same kernels without kFast, so they cost the fast ones no registers.
 

@@ -130,7 +130,7 @@ DEEPFAST_DEVICE void prepare(const Backward<T>& op, const Places<T, kFast, kChun
 template <class T, bool kFast, int kChunks>
 DEEPFAST_DEVICE void norm_gradient(const Backward<T>& op, const Places<T, kFast, kChunks>& in,
                                    const Lane& at, RowQueue<T, kFast, kChunks>& rows,
-                                   RowsApart& row_sum, const Moments& moments, bool exists,
+                                   RowSum& row_sum, const Moments& moments, bool exists,
                                    const RowChunks<T, kChunks>& own,
                                    typename BackwardKernel<T, kFast, kChunks>::Sums& sums,
                                    float (&g)[kChunks][kChunk]) {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(BackwardKernel<T, kFast, kChunks>::kThreads, 1
   const Mix<T>& mix = op.mix;
   const Lane at(mix.dim, mix.lanes, kFast || mix.aligned);
   char* const shared = dynamic_shared();
-  RowsApart row_sum(mix.lanes, shared);
+  RowSum row_sum(mix.lanes, shared);
   typename Kernel::Rows rows(shared + kRowSumBytes, shared + Kernel::kRows, at, op.tokens);
   add_operands(op, rows);
   rows.start();

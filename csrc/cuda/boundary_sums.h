@@ -156,8 +156,9 @@ struct Totals {
 
 constexpr int kTotalWarps = 8;
 
-// As in partials.cu: each warp adds up every eighth block in order, and the warps' sums are added
-// up in shared memory.
+// A block takes 32 neighbouring sums. Each of its warps adds up every eighth block in order, and the
+// warps' sums are added up in shared memory in the order of the warps. So the bits are the same in
+// every run, without atomics.
 __global__ void __launch_bounds__(kTotalWarps* kWarp)
     boundary_totals_kernel(const __grid_constant__ Totals op) {
   float* scratch = reinterpret_cast<float*>(dynamic_shared());

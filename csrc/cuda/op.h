@@ -1,5 +1,5 @@
-// What every CUDA op needs on the host: the device and its stream, the dtype of a kernel,
-// alignment, sums over blocks, registration.
+// What a CUDA op needs on the host: the device and its stream, the dtype of a kernel, alignment,
+// registration.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -173,15 +173,5 @@ DropoutMask dropout_mask(const Launch& a) {
                  " and the seed is missing");
   return {a.dropout.seed, a.dropout.threshold, static_cast<float>(a.dropout.scale)};
 }
-
-// outs[i][r * strides[i] + n] = sum over p of partial[((p * I + i) * R + r) * N + n] in the order
-// of p, for partial (P, I, R, N) and at most 4 outs. A null one is skipped.
-struct Sums {
-  static constexpr int kMost = 4;
-  float* out[kMost];
-  int64_t stride[kMost];
-};
-void sum_partials(const Device& device, const float* partial, int64_t P, int64_t I, int64_t R,
-                  int64_t N, const Sums& outs);
 
 }  // namespace deepfast

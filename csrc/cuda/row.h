@@ -88,12 +88,6 @@ DEEPFAST_DEVICE void widen(const RowChunks<T, kChunks>& r, float (&v)[kChunks][k
 }
 
 template <class T, int kChunks>
-DEEPFAST_DEVICE void load_row(const T* row, const Lane& at, bool exists,
-                              float (&v)[kChunks][kChunk]) {
-  widen(load_row<kChunks>(row, at, exists), v);
-}
-
-template <class T, int kChunks>
 DEEPFAST_DEVICE void store_row(T* row, const Lane& at, bool exists,
                                const RowChunks<T, kChunks>& r) {
 #pragma unroll
@@ -129,14 +123,12 @@ DEEPFAST_DEVICE void add_row(float (&v)[kChunks][kChunk], const RowChunks<T, kCh
 }
 
 // Sums over the threads of a row, in one order: each thread gets the same bits, in every run. Every
-// thread of the block takes part in each sum, with zeros if it has no row. With `kApart`, several
-// rows of several warps each in one block do not wait for one another. That takes all sixteen
-// barriers of a block, too many where blocks are small and many.
-template <bool kApart>
-class RowSums {
+// thread of the block takes part in each sum, with zeros if it has no row. Several rows of several
+// warps each in one block do not wait for one another. That takes all sixteen barriers of a block.
+class RowSum {
  public:
   // `scratch`: kRowSumBytes of shared memory that nothing else uses.
-  DEEPFAST_DEVICE RowSums(int lanes, char* scratch)
+  DEEPFAST_DEVICE RowSum(int lanes, char* scratch)
       : lanes_(lanes), scratch_(reinterpret_cast<float*>(scratch)), turn_(0) {}
 
   template <int N>
@@ -157,10 +149,7 @@ class RowSums {
 #pragma unroll
       for (int n = 0; n < N; ++n) scratch[warp * 4 + n] = sum[n];
     }
-    if (kApart)
-      sync_neighbours(lanes_);
-    else
-      __syncthreads();
+    sync_neighbours(lanes_);
     const int first = threadIdx.x / lanes_ * warps;
 #pragma unroll
     for (int n = 0; n < N; ++n) sum[n] = scratch[first * 4 + n];
@@ -177,7 +166,6 @@ class RowSums {
   float* scratch_;
   int turn_;
 };
-using RowSum = RowSums<false>;
 
 struct Moments {
   float mean, rstd;
@@ -195,8 +183,8 @@ DEEPFAST_DEVICE float reciprocal_root(float x) {
 // second pass sums both d = v - mean and d^2. The first sum is tiny and corrects the mean. It
 // corrects the variance too: E[d^2] - E[d]^2 loses nothing where E[d] is near 0. With `rms` the mean
 // counts as 0.
-template <class Sum, int kChunks>
-DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, Sum& row_sum,
+template <int kChunks>
+DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, RowSum& row_sum,
                                   float eps, bool rms = false) {
   float rough = 0.0f;
   if (!rms) {
@@ -223,9 +211,9 @@ DEEPFAST_DEVICE Moments normalise(float (&v)[kChunks][kChunk], const Lane& at, S
 
 // Overwrites the gradient of the result n with the gradient before normalisation; d is zero behind
 // the row's end. With `rms` the mean of d counts as 0.
-template <class Sum, int kChunks>
+template <int kChunks>
 DEEPFAST_DEVICE void norm_backward(float (&d)[kChunks][kChunk], const float (&n)[kChunks][kChunk],
-                                   float rstd, const Lane& at, Sum& row_sum, bool rms = false) {
+                                   float rstd, const Lane& at, RowSum& row_sum, bool rms = false) {
   float sums[2] = {0.0f, 0.0f};
   DEEPFAST_EACH(c, i) {
     sums[0] += d[c][i];

@@ -1,7 +1,15 @@
-// The rows of a token's operands, one after another and token after token, some of them in flight.
+// The rows of a token's operands, one after another and token after token, some of them copied into
+// shared memory before they are used.
+//
+//      stage      k         k + 1      k + 2       a row each; kDepth stages
+//             | in work |  coming  |  coming  |
+//
+// A thread reads only what it copied itself, its chunks of a row (see row.h), so no barrier is
+// needed. The 16-byte pieces of a warp are neighbours. Values behind the end of a row are zeros.
 #pragma once
 
-#include "row_ring.h"
+#include "async.h"
+#include "row.h"
 
 namespace deepfast {
 namespace {
@@ -25,17 +33,30 @@ constexpr int kOperandBytes = kMostOperands * static_cast<int>(sizeof(Operand<T>
 // The rows of those operands, token after token. With kFast the next ones are in flight.
 template <class T, bool kFast, int kChunks>
 class RowQueue {
- public:
   // 6 rows of 16-bit values, 3 of fp32; fewer of longer ones.
-  using Ring = RowRing<T, kChunks, 1, 192 / static_cast<int>(sizeof(RowChunks<T, kChunks>)), kFast>;
-  static constexpr int64_t kThreadBytes = kFast ? Ring::kThreadBytes : 0;
+  static constexpr int kDepth = 192 / static_cast<int>(sizeof(RowChunks<T, kChunks>));
+  // Rows in flight behind the one that is waited for.
+  static constexpr int kAhead = kDepth - 1;
+
+ public:
+  static constexpr int64_t kThreadBytes = kFast ? kDepth * sizeof(RowChunks<T, kChunks>) : 0;
 
   // `operands` in shared memory, written by add(); `shared`: kThreadBytes for each thread.
   DEEPFAST_DEVICE RowQueue(char* operands, char* shared, const Lane& at, int64_t tokens)
-      : operands_(reinterpret_cast<Operand<T>*>(operands)), at_(at), ring_(shared, at) {
+      : operands_(reinterpret_cast<Operand<T>*>(operands)),
+        at_(at),
+        mine_(reinterpret_cast<Words*>(shared + threadIdx.x / kWarp * kWarp * kThreadBytes) +
+              threadIdx.x % kWarp) {
     tokens_ = static_cast<uint32_t>(tokens);
     step_ = gridDim.x * at.rows_per_block();
     asked_ = taken_ = blockIdx.x * at.rows_per_block() + at.row_in_block();
+    if constexpr (kFast) {
+      // Never copied.
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+        for (int stage = 0; at.count(c) <= 0 && stage < kDepth; ++stage)
+          for (int i = 0; i < kWords; ++i) *word(stage, c, i) = Words{{0, 0, 0, 0}};
+    }
   }
 
   // Adds an operand behind the others, unless it is null. The caller calls it alike in all threads.
@@ -59,18 +80,21 @@ class RowQueue {
     __syncthreads();
     if (!kFast || count_ == 0) return;
     next_ = operands_[0];
-    for (int i = 0; i < Ring::kAhead; ++i) ask();
+    for (int i = 0; i < kAhead; ++i) ask();
   }
   // This thread's part of the next row. Of a token that does not exist it is undefined.
   DEEPFAST_DEVICE RowChunks<T, kChunks> take() {
-    if (kFast) {
-      ask();
-      ring_.wait();
-      const auto row = ring_.take(0);
-      ring_.taken();
-      return row;
+    if (!kFast) return load<T>();
+    ask();
+    wait_copies<kAhead>();
+    RowChunks<T, kChunks> row;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) row.chunk[c].words[i] = *word(read_, c, i);
     }
-    return load<T>();
+    read_ = read_ + 1 == kDepth ? 0 : read_ + 1;
+    return row;
   }
   // Adds this thread's part of the next row, one of sums, to v.
   DEEPFAST_DEVICE void take_sums(float (&v)[kChunks][kChunk]) {
@@ -102,21 +126,43 @@ class RowQueue {
     if (++take_ == count_) take_ = 0, taken_ += step_;
     return load_row<kChunks>(row, at_, exists);
   }
+  // Starts the copies of the next row. A row that does not exist has undefined values.
   DEEPFAST_DEVICE void ask() {
     const bool half = sizeof(T) == 2 && next_.stride < 0;
     const int64_t stride = half ? ~next_.stride : next_.stride;
-    ring_.ask(0, next_.first + asked_ * stride, asked_ < tokens_, half);
-    ring_.asked();
+    const T* row = next_.first + asked_ * stride;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (asked_ >= tokens_ || at_.count(c) <= 0) continue;
+      const auto* from = reinterpret_cast<const Words*>(row + (at_.channel(c) << half));
+      // The two halves of 32 bytes of fp32 go through L1, so that L2 serves them in one access.
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if (sizeof(T) == 4 || half)
+          copy_words<true>(word(write_, c, i), from + i);
+        else
+          copy_words<false>(word(write_, c, i), from + i);
+      }
+    }
+    // A stage ends also where no row was left to be copied.
+    commit_copies();
+    write_ = write_ + 1 == kDepth ? 0 : write_ + 1;
     if (++ask_ == count_) ask_ = 0, asked_ += step_;
     // Here, so that no copy waits for it.
     next_ = operands_[ask_];
   }
+  DEEPFAST_DEVICE Words* word(int stage, int c, int i) const {
+    return mine_ + ((stage * kChunks + c) * kWords + i) * kWarp;
+  }
 
+  static constexpr int kWords = Chunk<T>::kWords;
   Operand<T>* operands_;
   const Lane& at_;
-  Ring ring_;
+  Words* mine_;
   Operand<T> next_;
   int count_ = 0, ask_ = 0, take_ = 0;
+  // Stages of the next row to copy and to take.
+  int write_ = 0, read_ = 0;
   // Tokens of the next row to ask for and to take; 32 bits, so that a product takes two
   // instructions.
   uint32_t tokens_, step_, asked_, taken_;

@@ -107,24 +107,6 @@ DEEPFAST_HOST_DEVICE uint32_t pack<f16>(float first, float second) {
 #endif
 }
 
-// One value of the storage type.
-template <class T>
-DEEPFAST_HOST_DEVICE float to_float(T x) {
-  return unpack<T>(x.bits).first;
-}
-template <>
-DEEPFAST_HOST_DEVICE float to_float(float x) {
-  return x;
-}
-template <class T>
-DEEPFAST_HOST_DEVICE T from_float(float x) {
-  return {static_cast<uint16_t>(pack<T>(x, 0.0f))};
-}
-template <>
-DEEPFAST_HOST_DEVICE float from_float<float>(float x) {
-  return x;
-}
-
 constexpr int kChunk = 8;
 
 // 16 bytes; a plain structure, so that a host has it too.
@@ -230,11 +212,6 @@ DEEPFAST_DEVICE void store_chunk(T* p, int count, bool aligned, const Chunk<T>& 
 #pragma unroll
   for (int i = 0; i < kChunk; ++i)
     if (i < count) p[i] = value_of(c, i);
-}
-
-template <class T>
-DEEPFAST_DEVICE void store_chunk(T* p, int count, bool aligned, const float (&v)[kChunk]) {
-  store_chunk(p, count, aligned, narrow<T>(v));
 }
 
 #endif

@@ -8,7 +8,6 @@
 // continue, the program aborts and prints what its threads wait for.
 #pragma once
 
-#include <dlfcn.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -77,11 +76,12 @@ namespace emulator {
   std::abort();
 }
 
+// Bytes of an asynchronous copy.
+constexpr size_t kCopied = 16;
+
 struct Copy {
   void* shared;
   const void* global;
-  size_t bytes;
-  bool exists;
 };
 
 // What a lane shows to its warp. Two buffers alternate: a lane is never two operations ahead.
@@ -149,7 +149,6 @@ struct Block {
   unsigned current = 0;
   dim3 block, blocks, threads;
   std::function<void()> body;
-  std::vector<std::pair<void*, Copy>> bulk;  // by barrier
 };
 
 inline Block*& block() {
@@ -192,7 +191,6 @@ inline void run_block(Block& b) {
   const unsigned count = b.threads.x;
   std::memset(b.shared.data(), 0xff, b.shared.size());
   b.shown.assign(count, Shown{});
-  b.bulk.clear();
   for (unsigned t = 0; t < count; ++t) {
     Fiber& fiber = b.fibers[t];
     fiber = Fiber{};
@@ -218,8 +216,7 @@ inline void run_block(Block& b) {
   }
   for (const Fiber& fiber : b.fibers)
     for (const auto& group : fiber.groups)
-      for (const Copy& copy : group)
-        if (copy.bytes > 0) fail("a thread ended before its copies");
+      if (!group.empty()) fail("a thread ended before its copies");
 }
 
 // Every lane shows its bytes; when all have done so, it reads those of all lanes.
@@ -252,21 +249,6 @@ inline std::mutex& one_at_a_time() {
 
 inline unsigned lane() { return block()->current % 32; }
 
-// EMULATOR_LOG names a file that gets a line for each launch: the kernel's address in its library,
-// blocks, threads, bytes of shared memory.
-inline void log_launch(const void* kernel, const cudaLaunchConfig_t& config) {
-  const char* path = std::getenv("EMULATOR_LOG");
-  if (path == nullptr) return;
-  Dl_info where;
-  if (dladdr(kernel, &where) == 0) fail("a kernel of no library");
-  std::FILE* file = std::fopen(path, "a");
-  if (file == nullptr) fail("EMULATOR_LOG cannot be written");
-  const auto offset = static_cast<const char*>(kernel) - static_cast<const char*>(where.dli_fbase);
-  std::fprintf(file, "%llx %u %u %zu\n", static_cast<unsigned long long>(offset), config.gridDim.x,
-               config.blockDim.x, config.dynamicSmemBytes);
-  std::fclose(file);
-}
-
 // EMULATOR_BLOCKS: how many blocks of a launch run, for runs whose results do not matter.
 inline unsigned most_blocks() {
   const char* chosen = std::getenv("EMULATOR_BLOCKS");
@@ -279,7 +261,6 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Parameters... arguments) {
   std::lock_guard<std::mutex> lock(emulator::one_at_a_time());
-  emulator::log_launch(reinterpret_cast<const void*>(kernel), *config);
   emulator::Block b;
   b.threads = config->blockDim;
   b.blocks = config->gridDim;
@@ -332,16 +313,9 @@ inline void __syncthreads() {
     return true;
   });
 }
-inline void __syncwarp(unsigned = 0xffffffffu) {
-  emulator::in_warp(0, [](auto) { return 0; });
-}
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
   return emulator::in_warp(value, [&](auto of) { return of(emulator::lane() ^ mask); });
-}
-template <class T>
-T __shfl_sync(unsigned, T value, int lane, int = 32) {
-  return emulator::in_warp(value, [&](auto of) { return of(lane % 32); });
 }
 
 namespace deepfast {
@@ -364,17 +338,14 @@ inline char* dynamic_shared() {
   return reinterpret_cast<char*>((p + 127) / 128 * 128);
 }
 
-inline void copy_async(void* shared, const void* global, bool exists) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0)
-    emulator::fail("copy_async: target not aligned");
-  if (exists && reinterpret_cast<uintptr_t>(global) % 16 != 0)
-    emulator::fail("copy_async: source not aligned");
-  std::memset(shared, 0xff, 16);
-  emulator::self().open.push_back({shared, global, 16, exists});
-}
 template <bool kCached>
 void copy_words(void* shared, const void* global) {
-  copy_async(shared, global, true);
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0)
+    emulator::fail("copy_words: target not aligned");
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    emulator::fail("copy_words: source not aligned");
+  std::memset(shared, 0xff, emulator::kCopied);
+  emulator::self().open.push_back({shared, global});
 }
 inline void commit_copies() {
   auto& fiber = emulator::self();
@@ -385,129 +356,10 @@ template <int left>
 void wait_copies() {
   auto& groups = emulator::self().groups;
   while (static_cast<int>(groups.size()) > left) {
-    for (const auto& copy : groups.front()) {
-      if (copy.exists)
-        std::memcpy(copy.shared, copy.global, copy.bytes);
-      else
-        std::memset(copy.shared, 0, copy.bytes);
-    }
+    for (const auto& copy : groups.front())
+      std::memcpy(copy.shared, copy.global, emulator::kCopied);
     groups.pop_front();
   }
-}
-
-class Barrier {
- public:
-  void init(int arrivals) {
-    arrivals_ = left_ = static_cast<int16_t>(arrivals), phase_ = 0, bytes_ = 0;
-  }
-  static void publish() {}
-  void arrive() {
-    --left_;
-    turn();
-  }
-  void arrive_and_expect(uint32_t bytes) {
-    bytes_ = static_cast<int16_t>(bytes_ + static_cast<int>(bytes / 16));
-    arrive();
-  }
-  void wait(uint32_t parity) {
-    emulator::wait_until("a barrier of copies", [this, parity] {
-      land();
-      return phase_ != static_cast<int16_t>(parity);
-    });
-  }
-
- private:
-  friend void copy_bulk(void*, const void*, uint32_t, Barrier&);
-  void land() {
-    auto& bulk = emulator::block()->bulk;
-    for (size_t i = 0; i < bulk.size();) {
-      if (bulk[i].first != this) {
-        ++i;
-        continue;
-      }
-      const emulator::Copy copy = bulk[i].second;
-      bulk.erase(bulk.begin() + static_cast<std::ptrdiff_t>(i));
-      std::memcpy(copy.shared, copy.global, copy.bytes);
-      bytes_ = static_cast<int16_t>(bytes_ - static_cast<int>(copy.bytes / 16));
-      turn();
-    }
-  }
-  void turn() {
-    if (left_ == 0 && bytes_ == 0) left_ = arrivals_, phase_ ^= 1;
-  }
-  int16_t arrivals_, left_, phase_, bytes_;
-};
-static_assert(sizeof(Barrier) == 8, "as on a GPU");
-
-inline void copy_bulk(void* shared, const void* global, uint32_t bytes, Barrier& done) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || bytes % 16 != 0 ||
-      reinterpret_cast<uintptr_t>(global) % 16 != 0)
-    emulator::fail("copy_bulk: addresses and size must be multiples of 16");
-  std::memset(shared, 0xff, bytes);
-  emulator::block()->bulk.push_back({&done, {shared, global, bytes, true}});
-}
-// Both ways of copying are tested: EMULATOR_BULK=0 is an older architecture.
-inline bool has_bulk_copies() {
-  const char* chosen = std::getenv("EMULATOR_BULK");
-  return chosen == nullptr || chosen[0] != '0';
-}
-
-struct Pair;
-template <class T>
-Pair unpack(uint32_t bits);
-
-template <class T>
-uint32_t pack(float first, float second);
-template <class T>
-uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-  const auto x = unpack<T>(a), y = unpack<T>(b), z = unpack<T>(c);
-  return pack<T>(static_cast<float>(double(x.first) * y.first + z.first),
-                 static_cast<float>(double(x.second) * y.second + z.second));
-}
-
-struct MmaOperands {
-  uint32_t a[4], b[2];
-};
-
-template <class T>
-void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const MmaOperands mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  emulator::in_warp(mine, [&](auto of) {
-    const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
-    for (unsigned i = 0; i < 4; ++i) {
-      const unsigned row = g, column = 2 * t + i % 2;
-      double sum = d[i];
-      for (unsigned k = 0; k < 16; ++k) {
-        const auto left = of(row * 4 + k % 8 / 2), right = of(column * 4 + k % 8 / 2);
-        const auto x = unpack<T>(left.a[i / 2 + k / 8 * 2]), y = unpack<T>(right.b[k / 8]);
-        sum += double(k % 2 ? x.second : x.first) * double(k % 2 ? y.second : y.first);
-      }
-      d[i] = static_cast<float>(sum);
-    }
-    return 0;
-  });
-}
-
-inline void load_tiles_as(uint32_t (&words)[4], const void* row, bool transposed) {
-  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulator::fail("load_tiles: a row not aligned");
-  emulator::in_warp(row, [&](auto of) {
-    const unsigned g = emulator::lane() / 4, t = emulator::lane() % 4;
-    for (unsigned i = 0; i < 4; ++i) {
-      uint32_t halves[2];
-      for (unsigned h = 0; h < 2; ++h) {
-        const unsigned r = transposed ? 2 * t + h : g, c = transposed ? g : 2 * t + h;
-        uint16_t value;
-        std::memcpy(&value, static_cast<const char*>(of(8 * i + r)) + 2 * c, 2);
-        halves[h] = value;
-      }
-      words[i] = halves[0] | halves[1] << 16;
-    }
-    return 0;
-  });
-}
-inline void load_tiles(uint32_t (&words)[4], const void* row) { load_tiles_as(words, row, false); }
-inline void load_tiles_transposed(uint32_t (&words)[4], const void* row) {
-  load_tiles_as(words, row, true);
 }
 
 }  // namespace deepfast

@@ -14,12 +14,12 @@ from bench.gpu import launches
 torch.ops.load_library(sys.argv[1])
 ops = torch.ops.deepfast_emulated
 if sys.argv[2:] == ["short"]:
-    given = launches.operands("layer_norm_forward", 3, 8, torch.float32, "cpu", {})
+    given = launches.operands("boundary_forward", 3, 8, torch.float32, "cpu", {})
     malloc = ctypes.CDLL(None).malloc
     malloc.restype = ctypes.c_void_p
     memory = (ctypes.c_float * 8).from_address(malloc(ctypes.c_size_t(6 * 4)))
-    given["bias"] = torch.frombuffer(memory, dtype=torch.float32)
-    ops.layer_norm_forward(**given)
+    given["out_norm_bias"] = torch.frombuffer(memory, dtype=torch.float32)
+    ops.boundary_forward(**given)
 else:
     for tokens, dim in ((3, 100), (2, 512)):
         launches.every_launch(ops, "cpu", tokens, dim)

@@ -25,9 +25,6 @@ void narrow_all(const float* values, uint16_t* out, int64_t count) {
     memcpy(v, values + i, sizeof(v));
     const Chunk<T> chunk = narrow<T>(v);
     memcpy(out + i, &chunk, sizeof(chunk));
-    for (int j = 0; j < kChunk; ++j)
-      DEEPFAST_CHECK(from_float<T>(v[j]).bits == out[i + j], "a chunk and a value differ at ",
-                     i + j);
   }
 }
 

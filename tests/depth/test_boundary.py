@@ -4,12 +4,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deepfast import backend
 from deepfast.depth.rows import OutNorm
 from deepfast.nn import DLCL, DepthHistory
 from deepfast.reference.dropout import dropout_mask
 
 P, LAYERS, BLOCK = 0.3, 6, 2
 SEEDS = [11 * k for k in range(LAYERS + 1)]
+
+
+@pytest.fixture(params=["cpu", "reference", "cuda"])
+def kernel_backend(request):
+    """Each backend that can run here, by name."""
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    reason = backend.refusal("boundary", request.param, "cpu", torch.float32)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
 
 
 def norm_of(kind, weight, bias, eps):

@@ -35,7 +35,7 @@ def calls(op, size):
             yield typical(op, width, kind, tokens=256 if REAL else 2)
 
 
-@pytest.mark.only_if(lambda by, op: by == "triton" or op not in (*backend.NO_CUDA, "attention"))
+@pytest.mark.only_if(lambda by, op: by == "triton" or op in backend.IN_CUDA)
 @pytest.mark.only_if(lambda op, size: size != "typical" or op in KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [QUICK["cuda"], *THOROUGH["cuda"], "typical"], ids=str)

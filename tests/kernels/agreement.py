@@ -10,12 +10,12 @@ from deepfast.selfcheck.operands import READ_TOO, random
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(3 << 40)
-TRITON = pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-"""For a test of ops that have no CUDA kernels."""
+BOTH = pytest.mark.parametrize("kernels", ["triton", "cuda"], indirect=True)
+"""For a test of launches that CUDA C++ has too."""
 
 
-def served(kernels: str, op: str) -> bool:
-    return kernels == "triton" or op not in backend.NO_CUDA
+def served(kernels: str, name: str) -> bool:
+    return kernels == "triton" or name in backend.CUDA
 
 
 ROWS, SLOT = 10, 4

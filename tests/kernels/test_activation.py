@@ -5,9 +5,7 @@ import torch
 
 from deepfast import backend
 from deepfast.launches import LAUNCHES
-from tests.kernels.agreement import LOW, SEED, TRITON, agree, numbers, run
-
-pytestmark = TRITON
+from tests.kernels.agreement import LOW, SEED, agree, numbers, run
 
 KINDS = ("relu", "gelu")
 P = 0.3

@@ -8,7 +8,7 @@ import torch
 
 from deepfast.depth.schedule import Schedule, block_pattern, depth_pattern
 from deepfast.launches import LAUNCHES
-from tests.kernels.agreement import TRITON, agree, numbers, run, served
+from tests.kernels.agreement import BOTH, agree, numbers, run, served
 
 OPS = ("boundary", "attention_boundary")
 FP32 = torch.float32
@@ -21,7 +21,7 @@ SOURCE_RMS = {"source_rms": True, "norm_bias": None, "dnorm_bias": None}
 NO_AFFINE = dict.fromkeys(("norm_weight", "norm_bias", "dnorm_weight", "dnorm_bias"))
 RELU = {"kind": "relu", "stats": None, "partial_stats": None}
 PER_CHANNEL = {"choice": 1}
-SERVED = pytest.mark.only_if(lambda kernels, op: served(kernels, op))
+SERVED = pytest.mark.only_if(lambda kernels, op: served(kernels, f"{op}_forward"))
 
 
 def both(tolerances, kernels, op, dtype=FP32, T=5, D=100, **given):
@@ -44,6 +44,7 @@ SHARED = [
 ]
 
 
+@BOTH
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
@@ -67,7 +68,6 @@ def test_options(tolerances, poison, kernels, options):
     both(tolerances, kernels, "boundary", **options)
 
 
-@TRITON
 @pytest.mark.each_value
 @pytest.mark.parametrize("more", [{"bias": None, "dbias": None}, RELU, {}], ids=str)
 @pytest.mark.parametrize("options", [*SHARED, {"dquery": None, "dbias": None}], ids=str)
@@ -75,12 +75,14 @@ def test_options_of_attention(tolerances, poison, kernels, options, more):
     both(tolerances, kernels, "attention_boundary", **more | options)
 
 
+@BOTH
 def test_the_only_row_of_its_block_may_be_wide(tolerances, poison, kernels):
     """Its table fits a block, but a row takes more threads than registers leave room for."""
     lists = {"near": [4], "pull_rows": [4], "pull_slots": [5]}
     both(tolerances, kernels, "boundary", torch.bfloat16, 2, 8192, **lists)
 
 
+@BOTH
 @SERVED
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, PER_CHANNEL], ids=str)
@@ -103,6 +105,7 @@ def test_patterns(tolerances, poison, kernels, op, near, pulls, options):
     both(tolerances, kernels, op, D=33, **lists, **options)
 
 
+@BOTH
 @SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_read_is_zero(poison, kernels, op):
@@ -112,7 +115,6 @@ def test_nothing_is_read_is_zero(poison, kernels, op):
     assert torch.equal(got["out"], given["out_norm_bias"].expand(3, 17))
 
 
-@TRITON
 def test_not_a_number_ends(kernels):
     """Such numbers spread, and the launch returns."""
     name = "attention_boundary_forward"
@@ -124,6 +126,7 @@ def test_not_a_number_ends(kernels):
     assert torch.equal(got["x"][2:], expected["x"][2:])
 
 
+@BOTH
 @SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_not_wanted_is_not_written(kernels, op):
@@ -150,6 +153,7 @@ def test_what_is_not_wanted_is_not_written(kernels, op):
     assert torch.equal(states[2], dx)
 
 
+@BOTH
 @SERVED
 @pytest.mark.parametrize("op", OPS)
 def test_replay_is_alike_to_the_bit(kernels, op):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from deepfast import backend
-from tests.kernels.agreement import LOW, TRITON, agree, apart
-
-pytestmark = TRITON
+from tests.kernels.agreement import LOW, agree, apart
 
 OP, NAME, IGNORED = "linear_cross_entropy", "cross_entropy", -7
 # Less than a block of any kernel, whole ones, and a remainder; the last beyond 16 bits.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.agreement import LOW, TRITON, agree, apart
+from tests.kernels.agreement import LOW, agree, apart
 
 WAYS = (torch.float32, torch.bfloat16)
 NO_NORM = {"norm": False, "norm_weight": None, "norm_bias": None, "mean": None, "rstd": None,
@@ -48,7 +48,6 @@ def test_depth_mix_with_optional_operands(options, dtype, tolerances, poison, ke
     both(tolerances, kernels, "depth_mix", dtype, T=5, D=40, **options)
 
 
-@TRITON
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("given", [QUERY, SCORES, NO_SOFTMAX], ids=["query", "scores", "weights"])
@@ -58,7 +57,6 @@ def test_depth_attention(count, hops, given, dtype, tolerances, poison, kernels)
     both(tolerances, kernels, "depth_attention", dtype, **sizes, **given)
 
 
-@TRITON
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", WAYS, ids=str)
 @pytest.mark.parametrize("hops", [1, 2])
@@ -80,7 +78,6 @@ def test_depth_attention_with_optional_operands(options, hops, dtype, tolerances
           **{"out": None} | options if options.get("most", 1) is None else options)  # fmt: skip
 
 
-@TRITON
 @pytest.mark.parametrize("hops", [1, 2])
 def test_sources_left_out(hops, kernels):
     """Scores of -inf in front, over more than one launch, are weights of zero."""

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from deepfast.launches import LAUNCHES
 from deepfast.ops.common import empty_slots
-from tests.kernels.agreement import LOW, TRITON, agree, numbers, run, served
+from tests.kernels.agreement import LOW, agree, numbers, run
 
 MIX, PULL = ("mix_rows", "attend_rows"), ("pull_rows", "attend_pull")
-# One for each of the two ways to multiply; fp16 uses that of fp32 in Triton, that of bf16 in CUDA.
+# One for each of the two ways to multiply; fp16 uses that of fp32.
 WAYS = (torch.float32, torch.bfloat16)
 ROWS = 21
 NO_NORM = {"norm_weight": None, "norm_bias": None}
@@ -44,7 +43,6 @@ def lists(name, sources, rows, inplace=True):
         )),
     ],
 )  # fmt: skip
-@pytest.mark.only_if(lambda kernels, name: served(kernels, LAUNCHES[name].op))
 @pytest.mark.each_value
 def test_takes_any_list(name, sources, rows, accumulate, dtype, tolerances, poison, kernels):
     given = lists(name, sources, rows) | {"T": 5, "D": 24, "accumulate": accumulate}
@@ -63,7 +61,6 @@ def test_takes_any_list(name, sources, rows, accumulate, dtype, tolerances, pois
 RELU = {"kind": "relu", "stats": None, "out_stats": None}
 
 
-@pytest.mark.only_if(lambda kernels, names: served(kernels, LAUNCHES[names[0]].op))
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", WAYS, ids=str)
 @pytest.mark.parametrize(
@@ -91,7 +88,6 @@ def test_options(names, options, inplace, dtype, tolerances, poison, kernels):
         agree(tolerances, kernels, name, dtype, T=5, D=40, **given, **options)
 
 
-@TRITON
 @pytest.mark.parametrize("kind", [{}, RELU], ids=["softmax", "relu"])
 @pytest.mark.parametrize("D", [64, 200, 1000, 1030])
 def test_tiles_of_attention(D, kind, tolerances, poison, kernels):
@@ -103,7 +99,6 @@ def test_tiles_of_attention(D, kind, tolerances, poison, kernels):
         agree(tolerances, kernels, name, torch.bfloat16, **given | kind)
 
 
-@TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attend_rows_over_no_states(dtype, kernels):
     given = numbers("attend_rows", T=3, D=17, sources=[], rows=[3, 4], out_rows=[1, 2])
@@ -113,7 +108,6 @@ def test_attend_rows_over_no_states(dtype, kernels):
     assert got["out_stats"][1:3, 0].isneginf().all()
 
 
-@TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_of_minus_infinity_have_no_weight(dtype, kernels):
     bias = torch.zeros(ROWS, ROWS)

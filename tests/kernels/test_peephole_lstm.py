@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.agreement import LOW, TRITON, agree, numbers, run
-
-pytestmark = TRITON
+from tests.kernels.agreement import LOW, agree, numbers, run
 
 # Less than a tile, whole ones, several with a rest, a deep product, no step, no sentence.
 SHAPES = [(1, 1, 1), (3, 5, 17), (2, 33, 16), (2, 2, 70), (0, 3, 8), (2, 0, 8)]

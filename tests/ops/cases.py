@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepfast import ops as public
-from deepfast.backend import NO_CUDA, SDPA
 from deepfast.cases import check, ops, sentences
 from deepfast.cases.case import Case, Rows, differentiate, masked, tuple_of
 from deepfast.ops.add_dropout import add_dropout_op
@@ -163,16 +161,6 @@ def results(run, leaves, wanted=None):
 
 def equal(found, wanted):
     return all(map(torch.equal, found, wanted))
-
-
-def serves(name, backend):
-    """On the CPU attention is torch's, registered by torch; some ops have no CUDA kernel."""
-    op = EVERY[name]("", Rows((T,), D), 0.0).op
-    return backend not in SDPA if op == "attention" else backend != "cuda" or op not in NO_CUDA
-
-
-SERVED = pytest.mark.only_if(lambda name, kernel_backend: serves(name, kernel_backend))
-SERVED_BY_ANY = pytest.mark.only_if(lambda name, any_backend: serves(name, any_backend))
 
 
 def operator(name):

@@ -1,4 +1,4 @@
-"""Every op test runs on poisoned memory, and on the emulated CUDA kernels too."""
+"""Every op test runs on poisoned memory."""
 
 import pytest
 
@@ -6,9 +6,3 @@ import pytest
 @pytest.fixture(autouse=True)
 def _poisoned(poison):
     """Fresh memory is NaN."""
-
-
-@pytest.fixture
-def backend(kernel_backend):
-    """Each backend that can run here, by name."""
-    return kernel_backend

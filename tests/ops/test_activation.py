@@ -18,12 +18,6 @@ SEED, P = 1234567890123, 0.3
 NUMBERS = torch.linspace(-14, 14, 2**16 + 1)
 
 
-@pytest.fixture
-def backend(exact_backend):
-    """It has no CUDA kernels; Triton's are tested in tests/kernels."""
-    return exact_backend
-
-
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param

@@ -40,17 +40,6 @@ def dropped(request):
     return FORMS[request.param]
 
 
-# activation has no CUDA kernel, and CUDA kernels compute in fp32.
-SERVED = pytest.mark.only_if(
-    lambda kernel_backend, dropped: kernel_backend != "cuda" or dropped.startswith("add_")
-)
-IN_FP32 = pytest.mark.only_if(
-    lambda kernel_backend, dtype: kernel_backend != "cuda" or dtype != torch.float64
-)
-
-
-@SERVED
-@IN_FP32
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [1, 7, 8, 9, 127, 128, 129, 300])
 @pytest.mark.parametrize("seed", [0, 7, 2**33 + 5, 2**63 - 1, -3])
@@ -60,15 +49,12 @@ def test_the_mask_is_the_references(backend, dropped, dtype, dim, seed):
     assert torch.equal(dropped(x, 0.3, backend, seed), (x.to(mask.dtype) * mask).to(dtype))
 
 
-@SERVED
 @pytest.mark.parametrize("p", [1e-6, 1e-3, 0.999, 1 - 1e-6])
 def test_the_probability_is_rounded_as_the_references(backend, dropped, p):
     expected = 32 * dropout_mask(5, 40, 300, p).float()
     assert torch.equal(dropped(torch.full((40, 300), 32.0), p, backend, 5), expected)
 
 
-@SERVED
-@IN_FP32
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_dropped_is_zero_whatever_it_was(backend, dropped, dtype):
     """Infinities and NaNs of the input, and of its gradient."""
@@ -82,7 +68,6 @@ def test_what_is_dropped_is_zero_whatever_it_was(backend, dropped, dtype):
     assert torch.equal(x.grad, s)
 
 
-@SERVED
 def test_seeds(backend, dropped):
     x = torch.full((20, 50), 32.0)
     first = dropped(x, 0.5, backend, 1)
@@ -100,7 +85,6 @@ def test_seeds(backend, dropped):
     assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
 
 
-@SERVED
 @pytest.mark.parametrize("p", [1.0, 1 - 1e-6])
 def test_everything_is_dropped(backend, dropped, p):
     x = torch.randn(6, 70)

@@ -29,12 +29,6 @@ def operands(T, D, V, dtype=torch.float32, ignored=0.3):
     return hidden, weight, target
 
 
-@pytest.fixture
-def backend(exact_backend):
-    """It has no CUDA kernels; Triton's are tested in tests/kernels."""
-    return exact_backend
-
-
 @pytest.mark.parametrize("dtype", list(backends.DTYPES), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.6, 1.0])

@@ -16,8 +16,6 @@ from tests.ops.cases import (
     EVERY,
     NAMES,
     RMS,
-    SERVED,
-    SERVED_BY_ANY,
     Call,
     D,
     P,
@@ -39,13 +37,12 @@ BACKENDS = pytest.mark.parametrize(
     ("any_backend", "p"),
     [
         pytest.param(b, p, marks=() if (b, p) == ("cpu", P) else pytest.mark.exhaustive)
-        for b in ("cpu", "reference", "triton", "cuda") for p in DROPOUT
+        for b in ("cpu", "reference", "triton") for p in DROPOUT
     ],
     indirect=["any_backend"],
 )  # fmt: skip
 
 
-@SERVED_BY_ANY
 @BACKENDS
 @pytest.mark.parametrize("name", EVERY)
 def test_opcheck(any_backend, name, p):
@@ -58,7 +55,6 @@ def test_opcheck_of_the_compiled_launches(name):
     opcheck(operator(name), tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
 
 
-@SERVED_BY_ANY
 @BACKENDS
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_the_operator_is_the_function(any_backend, name, p):
@@ -81,7 +77,6 @@ AUTOCAST = {
 """The dtypes of an op's results under bf16 autocast."""
 
 
-@SERVED
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
 def test_autocast_of_the_operator(backend, name):
     c = Call(name, backend, 0.0)

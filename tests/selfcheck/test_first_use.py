@@ -20,7 +20,7 @@ from deepfast.cli import main
 from deepfast.launches import LAUNCHES
 from deepfast.selfcheck import first_use, store
 from deepfast.selfcheck.operands import TOKENS, alike
-from tests.kernels.agreement import ABSENT, LOW, numbers
+from tests.kernels.agreement import ABSENT, LOW, numbers, run
 from tests.kernels.test_attention import CASES, operands, with_results
 from tests.selfcheck import faults
 
@@ -126,23 +126,40 @@ SAID = {
 
 
 @pytest.mark.parametrize("fault", SAID)
-@pytest.mark.parametrize("by", ["triton", "cuda"])
-def test_a_wrong_kernel_is_replaced_and_remembered(
-    emulated, device, broken, monkeypatch, caplog, by, fault
-):
-    monkeypatch.setitem(backend.CHECKED, "cpu", (by,))
-    broken(by, fault)
+def test_a_wrong_kernel_is_replaced_and_remembered(device, broken, monkeypatch, caplog, fault):
+    monkeypatch.setitem(backend.CHECKED, "cpu", ("triton",))
+    broken("triton", fault)
     # The reference computes the first call, and the next backend the second one.
-    assert [norm(), norm()] == [by, "cpu"]
+    assert [norm(), norm()] == ["triton", "cpu"]
     backend.forget()
     assert norm() == "cpu"
     assert device == [FORWARD]
     (record,) = caplog.records
     said = record.getMessage()
-    assert f"layer_norm by {by} in float32 failed its check" in said
+    assert "layer_norm by triton in float32 failed its check" in said
     assert f"{FORWARD} (9, " in said
     assert SAID[fault] in said
-    assert SAID[fault] in backend.explain("layer_norm", CPU, torch.float32)[by]
+    assert SAID[fault] in backend.explain("layer_norm", CPU, torch.float32)["triton"]
+
+
+@pytest.mark.parametrize(("launch", "result"), [("boundary_forward", "x"), ("mix_rows", "out")])
+def test_a_boundary_in_cuda_has_far_passes_of_triton(
+    emulated, device, broken, monkeypatch, launch, result
+):
+    """Both are checked, and a wrong one of either leaves the op to the next backend."""
+    monkeypatch.setitem(backend.CHECKED, "cpu", ("cuda",))
+    broken("cuda", "wrong", launch, result)
+    given = {name: numbers(name, T=3, D=17) for name in ("boundary_forward", "mix_rows")}
+    reference, served = backend.choose("boundary", "reference", CPU, FP32)[1], []
+    for _ in range(2):
+        by, launches = backend.choose("boundary", None, CPU, FP32)
+        served.append(by)
+        for name, made in given.items():
+            got = run(launches, name, made, FP32, FP32)
+            for key, value in run(reference, name, made, FP32, FP32).items():
+                torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-5)
+    assert served == ["cuda", "cpu"]
+    assert device[-1] == launch
 
 
 def test_a_wrong_backward_pass_goes_on_with_the_reference(device, broken):
