@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import ops
+from deepfast import checks, ops
 
 OP = "causal_lm_loss"
-OTHER = ("ignore_index", "logits_to_keep", "num_logits_to_keep", "shift_labels")
-"""Arguments of models that change the loss."""
+OTHER = ("adapter_names", "alora_offsets", "ignore_index", "logits_to_keep", "num_logits_to_keep",
+         "shift_labels", "task_ids", "vocab_size")  # fmt: skip
+"""Arguments of models and of PEFT that change the loss."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 TOKENS, LARGEST = 8, 64.0
-"""Tokens that are compared, and the largest of their logits: a cap changes it."""
+"""Of a sentence that is compared, and the largest of its logits: a cap changes it."""
 
 _compared: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
-"""The output layer and the options with which a model was compared."""
+"""Output layer, loss function, config and options with which a model was compared."""
 
 
 def causal_lm_loss(
@@ -33,7 +34,8 @@ def causal_lm_loss(
     The base model runs, and then the op with the weight and bias of the output layer, so the logits
     of all tokens never exist. The first call compares the model with that on a few tokens, in
     evaluation and without gradients: a model with other hidden states, logits or another loss is
-    refused. Inside `torch.compile` nothing is compared: call it once before.
+    refused. So does the first call with another config or other options. Inside `torch.compile`
+    nothing is compared: call it once before.
 
     DDP, FSDP and `torch.compile` are expected around a module whose forward returns this loss, not
     around ``model``, whose own forward does not run here.
@@ -53,9 +55,16 @@ def causal_lm_loss(
         TypeError, ValueError: for a model that has another loss, that is wrapped, or whose output
             layer is not a plain `torch.nn.Linear` without hooks.
     """
+    checks.tensor(OP, "labels", labels)
     inner: Any = model
     if hasattr(type(model), "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]
+        adapter: Any = model.active_peft_config
+        # Their parts are in the forward of PEFT's model.
+        if adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"{OP}: PEFT's prompts and aLoRA are not supported, got {adapter!r:.80}"
+            )
     # A wrapper may have the method of the model in it, but not its class.
     if not hasattr(type(inner), "get_output_embeddings"):
         raise TypeError(
@@ -64,18 +73,25 @@ def causal_lm_loss(
         )
     if unknown := [name for name in OTHER if inputs.get(name) is not None]:
         raise TypeError(f"{OP}: {unknown[0]} is not supported")
+    inputs.pop("return_dict", None)
     head = _output_layer(inner)
     if not torch.compiler.is_compiling():
         kinds = bool, int, str
         options = {name: value for name, value in inputs.items() if isinstance(value, kinds)}
-        key = head, *sorted(options.items())
+        masked = getattr(inputs.get("attention_mask"), "shape", None) == input_ids.shape
+        settings = getattr(inner, "loss_function", None), repr(inner.config.to_dict())
+        key = head, *settings, masked, *sorted(options.items())
         compared = _compared.setdefault(model, set())
         if key not in compared:
             # Before, so that a forward which calls this function ends.
             compared.add(key)
-            if why := _difference(model, inner, head, options):
+            try:
+                if why := _difference(model, inner, head, options, masked):
+                    why = f"{type(inner).__name__} {why}; let it compute its own loss"
+                    raise ValueError(f"{OP}: {why}")
+            except BaseException:
                 compared.discard(key)
-                raise ValueError(f"{OP}: {type(inner).__name__} {why}; let it compute its own loss")
+                raise
     hidden = inner.base_model(input_ids=input_ids, **inputs)[0]
     loss = ops.linear_cross_entropy(
         hidden, head.weight, F.pad(labels[..., 1:], (0, 1), value=-100).to(hidden.device),
@@ -101,28 +117,42 @@ def _output_layer(model: Any) -> nn.Linear:
     return head
 
 
-def _difference(model: Any, inner: Any, head: nn.Linear, options: dict) -> str | None:
+def _difference(model: Any, inner: Any, head: nn.Linear, options: dict, masked: bool) -> str | None:
     """Why the loss of ``model`` is not that of `causal_lm_loss`, if it is not."""
     if inner.base_model is inner:
         return "has no base model"
+    # Label 0 occurs. The sentences have different numbers of labels, and the last labels of the
+    # second one are behind a mask.
+    ids = torch.arange(2 * TOKENS, device=head.weight.device).flip(0) % head.out_features
+    ids = ids.view(2, TOKENS)
+    labels = ids.clone()
+    labels[0, -3:] = -100
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)
+    given = dict(options)
+    if masked:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][1, -2:] = 0
     read: list[Tensor] = []
     logits: list[Tensor] = []
 
     def instead(_, args, out):
-        """Other logits, which show what follows. They take no random numbers."""
+        """Other logits, which show what follows: large where the loss does not read them. They
+        take no random numbers."""
         read.append(args[0])
-        places = torch.arange(out.numel(), device=out.device).view_as(out)
-        logits.append((LARGEST * places.sin()).to(out.dtype))
+        wave = torch.arange(out.numel(), device=out.device).view_as(out).sin()
+        large = (following == -100).to(out.device)[..., None]
+        logits.append(torch.where(large, LARGEST * wave, wave).to(out.dtype))
         return logits[-1]
 
-    ids = torch.arange(TOKENS, device=head.weight.device)[None] % head.out_features
     training = [module for module in model.modules() if module.training]
     hook = head.register_forward_hook(instead)
     try:
-        model.eval()
+        # Not by eval(): what a module does in a method of its own would not be undone.
+        for module in training:
+            module.training = False
         with torch.no_grad():
-            out = model(input_ids=ids, labels=ids, return_dict=True, **options)
-            hidden = inner.base_model(input_ids=ids, **options)[0]
+            out = model(input_ids=ids, labels=labels, return_dict=True, **given)
+            hidden = inner.base_model(input_ids=ids, **given)[0]
     finally:
         hook.remove()
         for module in training:
@@ -134,12 +164,13 @@ def _difference(model: Any, inner: Any, head: nn.Linear, options: dict) -> str |
     if not _alike(hidden, read[0], max(1e-4, 8 * torch.finfo(hidden.dtype).eps)):
         return (
             "gives its output layer other states than its base model returns here, for example by "
-            "a layer in between, by prompts of PEFT, or under autocast: call this function `with "
+            "a layer in between, or under autocast: call this function `with "
             "accelerator.autocast()`"
         )
     if not _alike(out.logits.to(logits[0].dtype), logits[0]):
         return "scales, caps or otherwise changes the logits of its output layer"
-    if not _alike(out.loss, F.cross_entropy(logits[0][0, :-1].float(), ids[0, 1:]), 2e-6):
+    want = F.cross_entropy(logits[0].flatten(0, 1).float(), following.flatten().to(hidden.device))
+    if not _alike(out.loss, want, 2e-6):
         return "has another loss than the mean cross entropy of the next tokens"
     return None
 

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +62,7 @@ def test_number_of_items(items):
         ("GraniteForCausalLM", {"logits_scaling": 8.0}, "scales, caps or otherwise"),
         ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "another loss"),
         ("BertForMaskedLM", {}, "gives its output layer other states"),
-        ("BartForConditionalGeneration", {}, "otherwise changes the logits|another loss"),
+        ("BartForConditionalGeneration", {}, "gives its output layer other states"),
         ("T5ForConditionalGeneration", {}, "no base model"),
     ],
 )
@@ -85,6 +86,81 @@ def test_an_argument_may_change_the_loss():
         deepfast.causal_lm_loss(model, **inputs, output_router_logits=True)
     with pytest.raises(TypeError, match="shift_labels is not supported"):
         deepfast.causal_lm_loss(model, **inputs, shift_labels=inputs["labels"])
+
+
+def _mean_of_sentences(logits, labels, **_):
+    losses = [F.cross_entropy(x[:-1], y[1:]) for x, y in zip(logits, labels, strict=True)]
+    return torch.stack(losses).mean()
+
+
+def _without_word_0(logits, labels, **_):
+    labels = labels.masked_fill(labels == 0, -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("other", [_mean_of_sentences, _without_word_0])
+def test_a_loss_or_a_config_that_changes_is_seen(other):
+    model, inputs = make("LlamaForCausalLM"), batch()
+    deepfast.causal_lm_loss(model, **inputs)
+    model.loss_function = other
+    with pytest.raises(ValueError, match="has another loss than the mean cross entropy"):
+        deepfast.causal_lm_loss(model, **inputs)
+
+
+def test_a_router_loss_that_a_config_turns_on_is_seen():
+    """Also a small one."""
+    model, inputs = make("Qwen3MoeForCausalLM"), batch()
+    deepfast.causal_lm_loss(model, **inputs)
+    model.router_aux_loss_coef, model.config.output_router_logits = 3e-5, True
+    with pytest.raises(ValueError, match="has another loss than the mean cross entropy"):
+        deepfast.causal_lm_loss(model, **inputs)
+
+
+def test_a_loss_that_reads_the_mask_is_refused():
+    model, inputs = make("LlamaForCausalLM"), batch(padded=True)
+    forward = model.forward
+
+    def masked(input_ids, attention_mask=None, labels=None, **options):
+        if attention_mask is not None:
+            labels = labels.masked_fill(attention_mask == 0, -100)
+        return forward(input_ids, attention_mask, labels=labels, **options)
+
+    model.forward = masked
+    deepfast.causal_lm_loss(model, inputs["input_ids"], inputs["labels"])
+    with pytest.raises(ValueError, match="has another loss than the mean cross entropy"):
+        deepfast.causal_lm_loss(model, **inputs)
+
+
+def test_a_comparison_that_raises_is_made_again():
+    model, inputs = make("Gemma2ForCausalLM", final_logit_softcapping=30.0), batch()
+    norm = model.model.norm.forward
+
+    def fails(x):
+        raise torch.OutOfMemoryError
+
+    model.model.norm.forward = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        deepfast.causal_lm_loss(model, **inputs)
+    model.model.norm.forward = norm
+    with pytest.raises(ValueError, match="scales, caps or otherwise"):
+        deepfast.causal_lm_loss(model, **inputs)
+
+
+def test_the_comparison_calls_no_method_that_changes_modes():
+    """Some modules merge their weights where they go to evaluation."""
+    model, inputs, asked = make("LlamaForCausalLM"), batch(), []
+    layer = model.model.layers[0]
+    layer.train = lambda mode=True: asked.append(mode)
+    deepfast.causal_lm_loss(model, **inputs)
+    assert not asked
+    assert layer.training
+
+
+def test_labels_must_be_a_tensor():
+    model, inputs = make("LlamaForCausalLM"), batch()
+    with pytest.raises(TypeError, match="causal_lm_loss: labels must be a tensor, got NoneType"):
+        deepfast.causal_lm_loss(model, inputs["input_ids"], None)
+    deepfast.causal_lm_loss(model, **inputs, return_dict=False)
 
 
 def test_the_comparison_leaves_dropout_and_modes_as_they_are():
@@ -136,10 +212,13 @@ def test_lora(target):
 
 def test_prefixes_of_peft_are_refused():
     peft = pytest.importorskip("peft")
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(make("LlamaForCausalLM"), config)
-    with pytest.raises(ValueError, match=r"other states .* by prompts of PEFT"):
-        deepfast.causal_lm_loss(model, **batch())
+    for config in (
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
+    ):
+        model = peft.get_peft_model(make("LlamaForCausalLM"), config)
+        with pytest.raises(ValueError, match="PEFT's prompts and aLoRA are not supported, got"):
+            deepfast.causal_lm_loss(model, **batch())
 
 
 class Loss(nn.Module):
@@ -202,7 +281,7 @@ def test_trainer(bf16, tmp_path):
 
     class Fused(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            if return_outputs:
+            if return_outputs or self.label_smoother is not None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             with self.accelerator.autocast():
                 return deepfast.causal_lm_loss(

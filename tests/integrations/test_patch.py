@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -217,26 +218,91 @@ class NoEpsRMSNorm(MyRMSNorm):
         return self.weight * x
 
 
-UNKNOWN, OTHER = "its formula is not known", "it has not one argument, one weight and one eps"
+class SequenceRMSNorm(MyRMSNorm):
+    """Over all dimensions but the first."""
+
+    def forward(self, x):
+        n = x * (x.pow(2).mean(tuple(range(1, x.dim())), keepdim=True) + self.eps).rsqrt()
+        return self.weight * n
+
+
+class ChannelRMSNorm(MyRMSNorm):
+    """Of images with their channels first."""
+
+    def forward(self, x):
+        n = x * (x.pow(2).mean(1, keepdim=True) + self.eps).rsqrt()
+        return self.weight.view(1, -1, *[1] * (x.dim() - 2)) * n
+
+
+class LimitedRMSNorm(MyRMSNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-9, 9))
+
+
+class BufferRMSNorm(MyRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class ScalarRMSNorm(MyRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class NoWeightRMSNorm(MyRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("weight", None)
+
+
+class FailingRMSNorm(MyRMSNorm):
+    def forward(self, x):
+        assert x.dim() == 2
+        return super().forward(x)
+
+
+UNKNOWN = "its formula is not known"
+OTHER = "it has not one argument, one weight (D,) and one eps"
 
 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [(OffsetRMSNorm, UNKNOWN), (OtherEpsRMSNorm, UNKNOWN), (ByHalvesRMSNorm, UNKNOWN),
-     (RoundedRMSNorm, UNKNOWN), (GatedRMSNorm, OTHER), (BiasedRMSNorm, OTHER),
-     (NoEpsRMSNorm, OTHER)],
+     (RoundedRMSNorm, UNKNOWN), (SequenceRMSNorm, UNKNOWN), (ChannelRMSNorm, UNKNOWN),
+     (LimitedRMSNorm, UNKNOWN), (FailingRMSNorm, UNKNOWN), (GatedRMSNorm, OTHER),
+     (BiasedRMSNorm, OTHER), (BufferRMSNorm, OTHER), (ScalarRMSNorm, OTHER),
+     (NoWeightRMSNorm, OTHER), (NoEpsRMSNorm, OTHER)],
 )  # fmt: skip
 def test_a_norm_is_asked_what_it_computes(kind, why):
     """Its weights are at their start, where many formulas agree. Nothing of it changes."""
     random, norms = torch.get_rng_state(), nn.Sequential(MyRMSNorm(), kind())
     before = [(p, p.clone()) for p in norms.parameters()]
-    with pytest.warns(UserWarning, match=why):
+    with pytest.warns(UserWarning, match=re.escape(why)):
         handle = deepfast.patch(norms)
     assert (handle.replaced, handle.left) == ({"MyRMSNorm": 1}, {kind.__name__: why})
     for p, (same, value) in zip(norms.parameters(), before, strict=True):
         assert p is same
         assert torch.equal(p, value)
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_defaults_of_torch_change_no_answer():
+    found = {}
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        norms = nn.ModuleList([MyRMSNorm()])
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                deepfast.patch(norms)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found[device] = type(norms[0]).formula
+    assert found["cpu"] is found["meta"]
 
 
 @pytest.mark.parametrize("kind", [lambda: nn.LayerNorm(6), MyRMSNorm])
