@@ -3,7 +3,7 @@
 deepfast.ops      fused ops with autograd
 deepfast.nn       DLCL, DepthHistory, Transformer layers and stacks
 deepfast.connect  puts a depth connection into a model that you already have
-deepfast.patch    our ops in the place of a model's own norms
+deepfast.patch    fused norms in a model that you already have
 deepfast.causal_lm_loss  the loss of a causal language model of Hugging Face without its logits
 deepfast.integrations  the layer histories of fairseq's forks
 deepfast.memory   the memory of a training step, counted and planned

@@ -5,14 +5,14 @@ size of a call is the number of channels of a row; for attention it is the longe
 first line that matches is chosen. If no line matches, attention uses torch's sdpa, and the other
 ops use the reference. `backend.refusal` says what a backend cannot run at all.
 
-The boundary in CUDA C++ comes before Triton's: by their machine code it waits less for memory. Its
-far passes are Triton's in both. In attention Triton's kernels read packed sentences, and sdpa pads
-them. Padding costs most where sentences are short. In fp32 Triton's matmuls use no tensor cores, so
-sdpa is used. varlen has no dropout, so it is used only on request. We have not measured these
-numbers on our own GPU yet: `deepfast selfcheck` prints the times of all backends on yours. The
-kernels take any number of tokens, sources and rows, so these counts do not change the choice. A
-kernel of Triton that holds whole rows has at most 512 threads for a row, and each of them has
-registers for 32 channels: together 16384.
+The boundary in CUDA C++ comes before Triton's: its machine code loads the next rows while it
+computes, and waits less for memory. Its far passes are Triton's in both. In attention Triton's
+kernels read packed sentences, and sdpa pads them. Padding costs most where sentences are short. In
+fp32 Triton's matmuls use no tensor cores, so sdpa is used. varlen has no dropout, so it is used
+only on request. We have not measured these numbers on our own GPU yet: `deepfast selfcheck` prints
+the times of all backends on yours. The kernels take any number of tokens, sources and rows, so
+these counts do not change the choice. A kernel of Triton that holds whole rows has at most 512
+threads for a row, and each of them has registers for 32 channels: together 16384.
 """
 
 from typing import NamedTuple

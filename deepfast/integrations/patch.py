@@ -134,8 +134,9 @@ def patch(model: nn.Module) -> Patch:
     """Replaces the norms of a model by fused ops with the same result.
 
     These are torch's LayerNorm and RMSNorm over one dimension, and norms of other packages that
-    equal Llama's, OLMo 2's or T5's on random states with random weights. Parameters, their names,
-    hooks and wrappers stay as they are. One warning names the norms that are left, and why.
+    equal Llama's, OLMo 2's or T5's on random states with random weights. A class whose name has
+    neither LayerNorm nor RMSNorm in it is no norm here. Parameters, their names, hooks and wrappers
+    stay as they are. One warning names the norms that are left, and why.
 
     Args:
         model: any module whose weights are loaded and not sharded.

@@ -23,8 +23,8 @@ def depth_mix(
 ) -> Tensor:
     """``sum_k weight[k] * LN_k(sources[k])``; without norm_weight and norm_bias, no LN.
 
-    sources: K tensors (..., D). weight: (K,) or (K, D), or (..., K, S) with weights of each token,
-    for S sums (..., S, D), as a traced block of rows has them. norm_weight, norm_bias: (K, D).
+    sources: K tensors (..., D). weight: (K,) or (K, D); or (..., K, S) for S sums (..., S, D), as
+    `depth_mix_sums` expands its (K, S), without norms. norm_weight, norm_bias: (K, D).
     """
     dtype = sources[0].dtype
     if weight.dim() == sources[0].dim() + 1:

@@ -30,7 +30,7 @@ thread, bytes of *stack* frame, *spills* in bytes stored and loaded.
 
 
 def short(name: str) -> str | None:
-    """``layer_norm_fwd_kernel<bf16>`` from a demangled name; None if it is no kernel."""
+    """``boundary_fwd_kernel<bf16,1,2>`` from a demangled name; None if it is no kernel."""
     # A demangled name has a result type only if the kernel is a template.
     found = re.search(r"(\w+_kernel)(<.*>)?\(", re.sub(r"deepfast::", "", name))
     if found is None:

@@ -137,8 +137,8 @@ def test_padded_sentences_are_predicted_within_5_percent(policy, connection):
 ATTENTION = {"connection": "attnres", "decoder_connection": "attnres"}
 MODELS = {
     "none": {},
-    "lean, bfloat16": {"recompute": "ffn", "dtype": "bfloat16"},
-    "lean, post-norm": {"recompute": "ffn", "norm": "post"},
+    "ffn, bfloat16": {"recompute": "ffn", "dtype": "bfloat16"},
+    "ffn, post-norm": {"recompute": "ffn", "norm": "post"},
     "RMS norms": {"norm_type": "rms"},
     "history, bfloat16": {"recompute": "layer+input", "dtype": "bfloat16",
         "decoder_recompute": "layer"},
@@ -149,12 +149,12 @@ MODELS = {
     "two micro-batches": {"accumulate": 2, "recompute": "ffn"},
     "a vocabulary that outweighs the rest": {"vocab_size": 6000, "recompute": "layer"},
     "latent on both sides": {"connection": "latent", "decoder_connection": "latent"},
-    "latent, lean, bfloat16": {"connection": "latent", "decoder_connection": "latent",
+    "latent, ffn, bfloat16": {"connection": "latent", "decoder_connection": "latent",
                                "recompute": "ffn", "dtype": "bfloat16", "batch": 8},
     "attention residuals on both sides": ATTENTION | {"decoder_connection": "block_attnres"},
     "attention residuals, history, bfloat16": ATTENTION | {
         "connection": "block_attnres", "recompute": "layer+input", "dtype": "bfloat16"},
-    "attention residuals, lean, padding": ATTENTION | {"recompute": "ffn", "padding": True},
+    "attention residuals, ffn, padding": ATTENTION | {"recompute": "ffn", "padding": True},
     "attention residuals, one read": ATTENTION | {"reads": 1, "recompute": "layer"},
     "one weight per channel": {"weight_type": "vector", "recompute": "ffn"},
     # The shared embedding has three gradients, which are added up at the end.
