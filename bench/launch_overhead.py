@@ -140,9 +140,9 @@ def make(connection: str, backend: str, replace: Callable | None = None) -> Call
                 branch, history, residual=residual, dropout_p=DROPOUT, out_norm=norm.as_output()
             )
             if k == 0 and replace is not None:
-                launches = vars(history.state.launch)
+                launches = vars(history.depth_pass.launch)
                 replaced = {name: replace(name, launch) for name, launch in launches.items()}
-                history.state.launch = SimpleNamespace(**replaced)
+                history.depth_pass.launch = SimpleNamespace(**replaced)
         return branch
 
     return forward

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepfast.attach.passes import NAME, EagerCall, LayerCall, Layers, Pass, Settings
-from deepfast.depth.boundary import PerThread
+from deepfast.depth.history import PerThread
 
 
 class Open(PerThread):

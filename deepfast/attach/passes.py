@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.reads import LayerRun, running, version
 from deepfast.attach.sublayers import Sublayer
-from deepfast.depth.boundary import DepthHistory, recompute_row
+from deepfast.depth.boundary import recompute_row
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.recompute import Kept
 from deepfast.nn.rerun import rerun
@@ -206,7 +207,7 @@ class Pass:
         else:
             # Backward runs the layer again. Checkpointing counts what autograd saves, so this row
             # must need a gradient as the first one did.
-            state = cast(DepthPass, self.history.state)
+            state = cast(DepthPass, self.history.depth_pass)
             read = Row(state, row, h)()[0].requires_grad_(state.any_learns or row > state.lowest)
         return self.added(h, read, row)
 
@@ -305,11 +306,12 @@ class Pass:
         else:
             # The states keep the dtype that the layers pass on.
             # torch's fast path of evaluation returns 16 bits from its first layer on.
-            y = y if self.history.kind is None else y.to(self.history.kind[1])
+            begun = self.history.depth_pass
+            y = y if begun is None else y.to(begun.state_kind[1])
             with torch.autocast(kind, enabled=False):
                 x = self.connection(y, self.history, index=k)
         if not torch.compiler.is_compiling():
-            self.row = Row(self.history.state, k, x)
+            self.row = Row(self.history.depth_pass, k, x)
         return x
 
 

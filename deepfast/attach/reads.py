@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepfast.attach.sublayers import OP, Sublayer
-from deepfast.depth.boundary import PerThread
+from deepfast.depth.history import PerThread
 
 
 class _Through(torch.autograd.Function):

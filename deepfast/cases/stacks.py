@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from deepfast.cases.case import Calls, Case, Computed, Rows, Sizes, gains, values
-from deepfast.depth.boundary import DepthHistory
+from deepfast.depth.history import DepthHistory
 from deepfast.nn import DLCL, AttentionResiduals, LayerNorm, RMSNorm
 
 

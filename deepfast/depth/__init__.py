@@ -63,7 +63,7 @@ traced.py, which leaves it to in_graph.py where one graph holds the whole pass.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals
-from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
 
 __all__ = ["DLCL", "AttentionResiduals", "DepthHistory"]

@@ -1,16 +1,15 @@
 """Attention residuals: every layer attends to what the layers below it have added."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.boundary import Push
-from deepfast.depth.connection import DepthConnection, check_state
-from deepfast.depth.depth_pass import DepthPass
-from deepfast.depth.rows import Pair, RowGrads, RowNorm
-from deepfast.depth.schedule import FarPass, block_pattern, depth_pattern
+from deepfast.depth.connection import DepthConnection
+from deepfast.depth.depth_pass import DepthPass, total_bytes
+from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
 from deepfast.ops.attention_residual import residual_score
@@ -26,90 +25,77 @@ class AttentionPass(DepthPass):
     Its parameters are q (L+1, D), and b (L+1, L+1) or None.
     """
 
-    op, pulled = "attention_boundary", 16
+    op, states_per_pull = "attention_boundary", 16
 
     def begin(self, tokens: int) -> None:
         self.query, self.bias = self.parameters
         self.kind, self.eps = self.owner.score_function, self.owner.eps
         self.dquery: Tensor | None = None
         self.dbias: Tensor | None = None
-        rows = len(self.query)
-        self.source_rstd: Tensor | None = self.query.new_empty(rows, tokens)
+        self.source_rstd: Tensor | None = self.query.new_empty(self.rows, tokens)
         """(L+1, T): r_k."""
-        self.stats = self.query.new_empty(rows, 3, tokens) if self.kind == "softmax" else None
+        self.stats: Tensor | None = None
         """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
+        if self.kind == "softmax":
+            self.stats = self.query.new_empty(self.rows, 3, tokens)
         self.far_stats: Tensor | None = None
         """(B, 2, T): of the rows of one block, over the earlier states alone."""
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.source_rstd, self.stats, self.far_stats)
-        return super().nbytes + sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return super().nbytes + total_bytes(self.source_rstd, self.stats, self.far_stats)
 
     def release(self) -> None:
         super().release()
         self.source_rstd = self.stats = self.far_stats = None
 
-    def open_block(self, block: int) -> None:
-        if self.kind == "relu":
-            return
-        if self.far_stats is None:
-            self.far_stats = self.query.new_empty(block, 2, self.source_rstd.shape[1])
-        # Rows that several passes compute add to it.
-        self.far_stats[:, 0] = float("-inf")
-        self.far_stats[:, 1] = 0
+    def partial(self, row: int) -> Tensor | None:
+        start, _ = self.schedule.blocks[row]
+        if start > 0 and self.partial_sums.start != start and self.kind == "softmax":
+            if self.far_stats is None:
+                tokens = self.states.shape[1]
+                self.far_stats = self.query.new_empty(self.schedule.block, 2, tokens)
+            # Rows that several passes compute add to it.
+            self.far_stats[:, 0] = float("-inf")
+            self.far_stats[:, 1] = 0
+        return super().partial(row)
 
-    def _partial_stats(self, push: Push, partial: Tensor | None) -> Tensor | None:
-        if partial is None or self.far_stats is None:
-            return None
-        start, _ = self.schedule.blocks[push.k]
-        return self.far_stats[push.k - start]
+    def _scores(self) -> dict[str, Any]:
+        """The operands of every kernel."""
+        return {
+            "query": self.query,
+            "bias": self.bias,
+            "kind": self.kind,
+            "source_rstd": self.source_rstd,
+        }
 
-    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        self.launch.attend_rows(
-            states=self.states, sources=far.sources, query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, rows=far.targets, out=sums,
-            out_stats=self.far_stats, out_rows=far.entries, accumulate=add,
-        )  # fmt: skip
+    def _partial(self, k: int, partial: Tensor | None) -> dict[str, Any]:
+        """The operands of a boundary with the partial sum of its row."""
+        stats = None
+        if partial is not None and self.far_stats is not None:
+            stats = self.far_stats[k - self.schedule.blocks[k][0]]
+        return {"k": k, "partial": partial, "partial_stats": stats, "stats": self.stats}
 
-    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out), k = pushed, results, push.k
-        partial = self.partial(k)
-        self.launch.attention_boundary_forward(
-            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
-            kind=self.kind, eps=self.eps, source_rstd=self.source_rstd, stats=self.stats,
-            partial=partial, partial_stats=self._partial_stats(push, partial), x=x,
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
-            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
-        )  # fmt: skip
+    def mix(self, **operands) -> None:
+        self.launch.attend_rows(out_stats=self.far_stats, **operands, **self._scores())
 
-    def pull(self, far: FarPass, sums: Tensor, add: bool) -> None:
+    def boundary_forward(self, k: int, partial: Tensor | None, **operands) -> None:
+        row = self._partial(k, partial)
+        self.launch.attention_boundary_forward(eps=self.eps, **row, **operands, **self._scores())
+
+    def pull(self, **operands) -> None:
         self.launch.attend_pull(
-            grads=self.grads, grad_slots=[row + self.first_grad for row in far.sources],
-            rows=far.sources,
-            states=self.states, sources=far.targets, query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats, out=sums,
-            out_rows=far.entries, accumulate=add, dquery=self.dquery, dbias=self.dbias,
-        )  # fmt: skip
+            stats=self.stats, dquery=self.dquery, dbias=self.dbias, **operands, **self._scores()
+        )
 
-    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        k = push.k
+    def boundary_backward(self, k: int, dout: Tensor | None, **operands) -> None:
         # A softmax needs x again.
-        again = grads.dout is not None or self.kind == "softmax"
-        partial = self.partial(k) if again else None
+        again = dout is not None or self.kind == "softmax"
+        row = self._partial(k, self.partial(k) if again else None)
+        grads = {"dquery": self.dquery, "dbias": self.dbias}
         self.launch.attention_boundary_backward(
-            states=self.states, k=k, near=self.schedule.near[k], query=self.query, bias=self.bias,
-            kind=self.kind, source_rstd=self.source_rstd, stats=self.stats,
-            partial=partial, partial_stats=self._partial_stats(push, partial),
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
-            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
-            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
-            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
-            dquery=self.dquery, dbias=self.dbias, dout_norm_weight=grads.dnorm_weight,
-            dout_norm_bias=grads.dnorm_bias,
-        )  # fmt: skip
+            dout=dout, **row, **grads, **operands, **self._scores()
+        )
 
     def begin_grads(self) -> None:
         if any(self.learns):
@@ -218,13 +204,13 @@ class AttentionResiduals(DepthConnection):
 
     def effective_query(self) -> Tensor:
         """q of the scores ``q . RMSNorm(v)``: ``scale * query * norm_weight``, with gradient."""
-        query = self._own("query", self.rows, self.dim)
-        norm_weight = self._own("norm_weight", self.rows, self.dim, needed=False)
+        query = self._checked("query", self.rows, self.dim)
+        norm_weight = self._checked("norm_weight", self.rows, self.dim, needed=False)
         return _Query.apply(query, norm_weight, self.scale)
 
     def own_bias(self) -> Tensor | None:
         """The bias (rows, rows), or None, with gradient."""
-        return self._own("bias", self.rows, self.rows, needed=False)
+        return self._checked("bias", self.rows, self.rows, needed=False)
 
     @torch.no_grad()
     def mean_weights(self, pushed: Sequence[Tensor]) -> Tensor:
@@ -240,7 +226,7 @@ class AttentionResiduals(DepthConnection):
             raise ValueError(
                 f"{self.name}: pushed must hold {self.rows} tensors, got {len(pushed)}"
             )
-        check_state(self, pushed[0])
+        self.check_state(pushed[0])
         if not pushed[0].numel():
             raise ValueError(f"{self.name}: pushed must have tokens, got {tuple(pushed[0].shape)}")
         states: list[Tensor] = []

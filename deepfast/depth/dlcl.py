@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
-from deepfast.depth.boundary import Push
 from deepfast.depth.connection import DepthConnection, part
-from deepfast.depth.depth_pass import DepthPass
-from deepfast.depth.rows import Pair, RowGrads, RowNorm, numbers_of_rows
-from deepfast.depth.schedule import FarPass, Pattern, depth_pattern
+from deepfast.depth.depth_pass import DepthPass, OutNorm, numbers_of_rows
+from deepfast.depth.schedule import Pattern, depth_pattern
 from deepfast.ops import common
 from deepfast.ops.depth_mix import depth_mix_sums
 
@@ -27,104 +25,81 @@ class ConstantPass(DepthPass):
     op = "boundary"
 
     def begin(self, tokens: int) -> None:
-        owner, (self.weight, *self.norms), rows = self.owner, self.parameters, len(self.like)
-        self.eps, self.rms, self.pre = owner.eps, owner.norm_type == "rms", owner.norm == "pre"
-        self.has_norm = [owner.has_norm(k) for k in range(owner.rows)]
-        self.dweight: Tensor | None = None
-        self.dnorms: list[Tensor | None] = [None, None]
-        # As the kernels read them for states.
-        self.norm_source: Sequence[bool] = (False,) * rows
-        self.norm_weight: Tensor | None = None
-        self.norm_bias: Tensor | None = None
-        self.source_rstd: Sequence[Tensor | None] = (None,) * rows
-        self.source_grads: Sequence[tuple | None] = (None,) * rows
-        if self.norms[0] is None:
-            return
+        owner = self.owner
+        self.weight, *self.norms = self.parameters
+        self.pre, self.rms = owner.norm == "pre", owner.norm_type == "rms"
+        self.has_norm = [owner.has_norm(k) for k in range(self.rows)]
         # Kernels apply weight and bias to every state. The states without a norm come first: in
         # these copies they get weight 1 and bias 0, each by one assignment.
         plain = self.has_norm.index(True) if True in self.has_norm else 0
         for p, neutral in zip(self.norms, (1.0, 0.0), strict=True):
             if p is not None:
                 p[:plain].fill_(neutral)
-        if self.pre:
-            self.norm_source, (self.norm_weight, self.norm_bias) = self.has_norm, self.norms
-            self.source_rstd = numbers_of_rows(self.weight, owner.rows, tokens)
-        else:
-            pairs = self._each(self.norms)
-            self.row_norms = [pair and (*pair, self.eps, self.rms) for pair in pairs]
+        norm_weight, norm_bias = self.norms if self.pre else (None, None)
+        self.weights = {"weight": self.weight, "norm_weight": norm_weight, "norm_bias": norm_bias}
+        self.source_rstd: Sequence[Tensor | None] = [None] * self.rows
+        if norm_weight is not None:
+            self.source_rstd = numbers_of_rows(self.weight, self.rows, tokens)
+        self.row_norms: list[OutNorm | None] = [None] * self.rows
+        if owner.norm == "post":
+            for k, (weight, bias) in enumerate(self._by_row(self.norms)):
+                if self.has_norm[k]:
+                    self.row_norms[k] = OutNorm(weight, bias, owner.eps, self.rms)
+        self.dweight: Tensor | None = None
+        self.dnorms: list[Tensor | None] = [None, None]
+        self.dnorms_by_row: list[tuple] = [(None, None)] * self.rows
 
-    def _each(self, norms: Sequence[Tensor | None]) -> list[tuple | None]:
-        """(weight[k], bias[k]) for each norm k, and None where there is no norm."""
-        weight, bias = norms
-        biases = [None] * len(weight) if bias is None else bias.unbind(0)
-        each = zip(self.has_norm, weight.unbind(0), biases, strict=False)
-        return [(weight, bias) if has else None for has, weight, bias in each]
+    def _by_row(self, norms: Sequence[Tensor | None]) -> list[tuple]:
+        """(weight[k], bias[k]) of every row or state k that has a norm; None for what is not
+        there."""
+        columns = [[None] * self.rows if p is None else p.unbind(0) for p in norms]
+        pairs = zip(self.has_norm, *columns, strict=True)
+        return [(weight, bias) if has else (None, None) for has, weight, bias in pairs]
+
+    def own_norm(self, k: int) -> OutNorm | None:
+        return self.row_norms[k]
+
+    def own_norm_grads(self, k: int) -> tuple[Tensor | None, Tensor | None]:
+        return self.dnorms_by_row[k]
 
     def release(self) -> None:
         super().release()
-        self.source_rstd = (None,) * len(self.weight)
+        self.source_rstd = [None] * self.rows
 
-    def mix(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        self.launch.mix_rows(
-            states=self.states, sources=far.sources, weight=self.weight, rows=far.targets,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums, out_rows=far.entries,
-            accumulate=add,
-        )  # fmt: skip
+    def mix(self, **operands) -> None:
+        self.launch.mix_rows(**operands, **self.weights)
 
-    def forward_row(self, push: Push, norm: RowNorm, pushed: Pair, results: Pair) -> None:
-        (branch, residual), (x, out), k = pushed, results, push.k
+    def boundary_forward(self, k: int, partial: Tensor | None, **operands) -> None:
         self.launch.boundary_forward(
-            branch=branch, residual=residual, dropout_p=push.dropout_p, seed=push.seed,
-            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_eps=self.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
-            partial=self.partial(k), x=x,
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_eps=norm.eps,
-            out_rms=norm.rms, out=out, out_mean=norm.mean, out_rstd=norm.rstd,
+            k=k, partial=partial, norm_source=self.pre and self.has_norm[k],
+            source_eps=self.owner.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
+            **operands, **self.weights,
         )  # fmt: skip
 
-    def pull(self, far: FarPass, sums: Tensor, add: bool) -> None:
-        self.launch.pull_rows(
-            grads=self.grads, grad_slots=[row + self.first_grad for row in far.sources],
-            rows=far.sources,
-            states=self.states, sources=far.targets, weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, out=sums,
-            out_rows=far.entries, accumulate=add, dweight=self.dweight,
-        )  # fmt: skip
+    def pull(self, **operands) -> None:
+        self.launch.pull_rows(dweight=self.dweight, **operands, **self.weights)
 
-    def backward_row(self, push: Push, norm: RowNorm, grads: RowGrads) -> None:
-        k = push.k
-        dnorm_weight, dnorm_bias = self.source_grads[k] or (None, None)
+    def boundary_backward(self, k: int, dout: Tensor | None, **operands) -> None:
+        dnorm_weight, dnorm_bias = self.dnorms_by_row[k] if self.pre else (None, None)
         self.launch.boundary_backward(
-            states=self.states, k=k, near=self.schedule.near[k], weight=self.weight,
-            norm_weight=self.norm_weight, norm_bias=self.norm_bias, norm_source=self.norm_source[k],
-            source_rms=self.rms, source_rstd=self.source_rstd[k],
-            partial=None if grads.dout is None else self.partial(k),
-            out_norm_weight=norm.weight, out_norm_bias=norm.bias, out_rms=norm.rms,
-            out_mean=norm.mean, out_rstd=norm.rstd, dropout_p=push.dropout_p, seed=push.seed,
-            dx=grads.dx, dout=grads.dout, grads=self.grads, grad_slot=k + self.first_grad,
-            pull_rows=grads.near, pull_slots=[row + self.first_grad for row in grads.near],
-            pulled=grads.pulled, dbranch=grads.dbranch, dresidual=grads.dresidual,
-            dweight=self.dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
-            dout_norm_weight=grads.dnorm_weight, dout_norm_bias=grads.dnorm_bias,
+            k=k, dout=dout, partial=None if dout is None else self.partial(k),
+            norm_source=self.pre and self.has_norm[k], source_rms=self.rms,
+            source_rstd=self.source_rstd[k], dweight=self.dweight, dnorm_weight=dnorm_weight,
+            dnorm_bias=dnorm_bias, **operands, **self.weights,
         )  # fmt: skip
 
     def begin_grads(self) -> None:
         weight_learns, *norms_learn = self.learns
         if weight_learns:
             self.dweight = torch.zeros_like(self.weight)
-        if not any(norms_learn):
-            return
-        self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
-        if self.pre:
-            self.source_grads = self._each(self.dnorms)
-        else:
-            self.row_norm_grads = self._each(self.dnorms)
+        if any(norms_learn):
+            self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
+            self.dnorms_by_row = self._by_row(self.dnorms)
 
     def take_grads(self) -> tuple[Tensor | None, ...]:
         grads = self.dweight, *self.dnorms
         self.dweight, self.dnorms = None, [None, None]
-        self.source_grads = self.row_norm_grads = (None,) * len(self.weight)
+        self.dnorms_by_row = [(None, None)] * self.rows
         return grads
 
 
@@ -259,7 +234,7 @@ class DLCL(DepthConnection):
         Returns:
             (L+1, L+1) or (L+1, L+1, D), with gradient.
         """
-        weight = self._own("weight", self.rows, self.rows, *self.extra)
+        weight = self._checked("weight", self.rows, self.rows, *self.extra)
         mask = self._mask(weight.device)
         mask = mask.view(*mask.shape, *(1,) * len(self.extra))
         weight = _MaskedWeight.apply(weight, mask, self.softmax)
@@ -269,8 +244,8 @@ class DLCL(DepthConnection):
 
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
         shape, needed = (self.rows, self.dim), self.norm is not None
-        weight = self._own("norm_weight", *shape, needed=needed)
-        return weight, self._own("norm_bias", *shape, needed=False)
+        weight = self._checked("norm_weight", *shape, needed=needed)
+        return weight, self._checked("norm_bias", *shape, needed=False)
 
     def _mask(self, device: torch.device) -> Tensor:
         if device in self._masks:

@@ -6,49 +6,27 @@ gets what they launch, with the buffers that the launches write. So it moves the
 code. Its memory is a buffer of states and one of gradients.
 """
 
-import itertools
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from deepfast.depth.rows import OutNorm
+from deepfast.depth.depth_pass import OutNorm, Push
+from deepfast.depth.history import DepthHistory, graph_number
 from deepfast.ops import common
 
-CONNECTIONS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+BY_ID: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Every connection by its id: a compiled graph cannot hold a module."""
 
 
-SEVERAL = -1
-"""An exported program, which may go to runtimes that do not have the launches, or a graph that may
-break, so that the rest of a pass is in another."""
-
-_numbers = itertools.count(1)
-
-
-def current() -> int:
-    """The number of the graph that is being traced, where it holds all that the function does
-    (``fullgraph=True``). Else `SEVERAL`, or 0 where the graph has no more than the history."""
-    if torch.compiler.is_exporting():
-        return SEVERAL
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    from deepfast.depth.boundary import DepthHistory
-
-    tx = InstructionTranslator.current_tx()
-    if tx.output.root_tx.f_code is DepthHistory.__init__.__code__:
-        return 0
-    if not tx.one_graph:
-        return SEVERAL
+def traced_graph() -> int:
+    """`graph_number` of the graph that is being traced, which may then hold pushes."""
     torch.compiler.allow_in_graph(_push)
-    if not hasattr(tx.output, "deepfast_number"):
-        tx.output.deepfast_number = next(_numbers)  # type: ignore[attr-defined]
-    return tx.output.deepfast_number  # type: ignore[attr-defined]
+    return graph_number()
 
 
-# What torch.compiler.assume_constant_result does, without importing all of torch's compiler.
-current._dynamo_marked_constant = True  # type: ignore[attr-defined]
+traced_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _number(x: Any) -> Any:
@@ -57,18 +35,13 @@ def _number(x: Any) -> Any:
 
 
 def _push(
-    connection: int, parameters: tuple[Tensor | None, ...], block: int | None, token: Tensor | None,
-    y: Tensor, index: int | None, residual: Tensor | None, dropout_p: float,
-    seed: int | Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    norm: list, return_x: bool,
+    connection: int, parameters: tuple[Tensor | None, ...], token: Tensor | None,
+    tensors: tuple, block: int | None, constants: tuple, norm: tuple,
 ) -> list[Tensor]:  # fmt: skip
     """One push, by tensors and constants alone: the next token, and what the push returns.
 
     The order of the tokens is the order of the pushes. Each has the history as an attribute.
     """
-    from deepfast.depth.boundary import Call, DepthHistory
-
-    owner = CONNECTIONS[connection]
     if token is None:
         # In place, the graph of backward would begin with a copy of the states.
         history = DepthHistory(inplace=False, block=block, eager=True)
@@ -76,9 +49,13 @@ def _push(
     else:
         history = token.deepfast_history  # type: ignore[attr-defined]
         history.token = token if token.requires_grad else None
-    out_norm = OutNorm(weight, bias, *map(_number, norm)) if norm else None
-    call = Call(y, history, index, residual, _number(dropout_p), seed, out_norm, return_x)
-    results = owner._push(call)
+    branch, residual, seed, weight, bias = tensors
+    index, dropout_p, return_x = constants
+    push = Push(
+        branch, residual, index=index, dropout_p=_number(dropout_p), seed=seed,
+        out_norm=OutNorm(weight, bias, *map(_number, norm)) if norm else None, return_x=return_x,
+    )  # fmt: skip
+    results = BY_ID[connection]._push(push, history)
     token, history.token = history.token, None
     token = torch.empty(0) if token is None else token
     token.deepfast_history = history  # type: ignore[attr-defined]
@@ -86,21 +63,21 @@ def _push(
     return [token, *(x for x in results if x is not None)]
 
 
-def push(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
+def push_in_graph(connection, push: Push, history) -> Tensor | tuple[Tensor | None, Tensor]:
     """`DepthConnection.forward` in the graph that holds the pass."""
-    history, out_norm = call.history, call.out_norm
-    weight, bias, *norm = (None, None) if out_norm is None else out_norm
-    seed = call.seed
-    if seed is not None and connection.training and call.dropout_p > 0:
-        seed = common.draw_seed(connection.name, seed, call.y.device)
+    weight, bias, *norm = (None, None) if push.out_norm is None else push.out_norm
+    seed = push.seed
+    if seed is not None and connection.training and push.dropout_p > 0:
+        seed = common.draw_seed(connection.name, seed, push.branch.device)
     token, *results = _push(
-        id(connection), history.parameters, history.block, history.token,
-        call.y, call.k, call.residual, call.dropout_p, seed, weight, bias, norm, call.return_x,
+        id(connection), history.parameters, history.token,
+        (push.branch, push.residual, seed, weight, bias), history.block,
+        (push.index, push.dropout_p, push.return_x), tuple(norm),
     )  # fmt: skip
     history.token = token
     history.traced.append(None)
     if len(history.traced) == connection.rows:
         history.close()
-    if out_norm is None:
+    if push.out_norm is None:
         return results[0]
-    return results[0] if call.return_x else None, results[-1]
+    return results[0] if push.return_x else None, results[-1]

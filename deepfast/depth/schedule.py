@@ -5,7 +5,7 @@ For the stack in the picture of `deepfast.depth`, with 12 rows in blocks of 4, `
     blocks[5]                (4, 8)         row 5 is in the block of rows 4 to 7
     near[5]                  [4, 5]         forward: of its own block row 5 reads z4 and z5
     far_reads(4, 8)          one FarPass    forward: sources z0 .. z3, for the targets P_4 .. P_7
-    near_readers(5, ..)      [5, 6, 7]      backward: of its block's rows these read z5
+    near_readers(5, 11)      [5, 6, 7]      backward: of its block's rows these read z5
     far_readers(4, 8, rows)  one FarPass    backward: sources g8 .. g11, for the targets Q_4 .. Q_7
 
 With a window, a dilation or a period the targets of a block read different sources. Those that read
@@ -55,7 +55,7 @@ moves in that time: about 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, 
 
 
 @functools.cache
-def default_block(rows: int, device_type: str = "cpu", pulled: int = 8) -> int:
+def default_block(rows: int, device_type: str = "cpu", states_per_pull: int = 8) -> int:
     """Rows per block.
 
     On a CPU it was chosen by measurement: memory traffic falls until a block has about sqrt(rows)
@@ -64,17 +64,16 @@ def default_block(rows: int, device_type: str = "cpu", pulled: int = 8) -> int:
     Up to 8 rows make one block: a far pass would cost more than it saves.
 
     Args:
-        pulled: states for which one launch reads the far gradients, see `DepthPass.pulled`. A
-            launch over far states serves 16 rows.
+        states_per_pull: of `DepthPass`. A launch over far states serves 16 rows.
     """
     if rows <= 8:
         return rows
     if device_type == "cpu":
         return 4 if rows <= 32 else 8
-    return min(range(4, 17), key=lambda block: block_cost(rows, block, pulled))
+    return min(range(4, 17), key=lambda block: block_cost(rows, block, states_per_pull))
 
 
-def block_cost(rows: int, block: int, pulled: int) -> float:
+def block_cost(rows: int, block: int, states_per_pull: int) -> float:
     """What depends on the block: states that a step reads and writes, where each row reads all
     states below it, and `FAR_PASS` for each launch over far states."""
     cost = 0.0
@@ -86,7 +85,7 @@ def block_cost(rows: int, block: int, pulled: int) -> float:
         # Forward and recompute read the far states, write their sums and read them.
         cost += 2 * (start + 2 * count + FAR_PASS) * (start > 0)
         # The pull reads the far gradients and its states, writes sums, and the boundary reads them.
-        launches = -(-count // pulled)
+        launches = -(-count // states_per_pull)
         cost += (launches * (rows - end + FAR_PASS) + 3 * count) * (end < rows)
     return cost
 
@@ -135,23 +134,23 @@ class Schedule:
             for reads, (start, _) in zip(pattern, self.blocks, strict=True)
         )
         """For every row, the states of its own block that it reads."""
-        self._passes: dict[tuple[range, Sequence[int]], list[FarPass]] = {}
+        self._passes: dict[tuple[range, range], list[FarPass]] = {}
 
     def far_reads(self, start: int, end: int) -> list[FarPass]:
         """Forward: the passes over the states before ``start`` for the rows [start, end)."""
         return self._far(range(start, end), range(start), lambda row, k: k in self.reads[row])
 
-    def far_readers(self, start: int, stop: int, rows: Sequence[int]) -> list[FarPass]:
+    def far_readers(self, start: int, stop: int, rows: range) -> list[FarPass]:
         """Backward: the passes over the gradients of ``rows`` for the states [start, stop)."""
         return self._far(range(start, stop), rows, lambda k, row: k in self.reads[row])
 
-    def near_readers(self, k: int, live: set[int]) -> list[int]:
-        """Backward: the rows of state k's own block that read it: row k, and those of ``live``."""
-        end = self.blocks[k][1]
-        return [r for r in range(k, end) if (r == k or r in live) and k in self.reads[r]]
+    def near_readers(self, k: int, top: int) -> list[int]:
+        """Backward: the rows of state k's own block, up to row ``top``, that read it."""
+        end = min(self.blocks[k][1], top + 1)
+        return [row for row in range(k, end) if k in self.reads[row]]
 
     def _far(
-        self, targets: range, sources: Sequence[int], reads: Callable[[int, int], bool]
+        self, targets: range, sources: range, reads: Callable[[int, int], bool]
     ) -> list[FarPass]:
         if (targets, sources) not in self._passes:
             groups = defaultdict(list)
@@ -161,7 +160,7 @@ class Schedule:
                     groups[readers].append(source)
             # Stored only when complete, because other threads may run this stack.
             self._passes[targets, sources] = [
-                FarPass(list(group), found, [target - targets.start for target in group])
-                for group, found in groups.items()
+                FarPass(list(readers), read, [target - targets.start for target in readers])
+                for readers, read in groups.items()
             ]
         return self._passes[targets, sources]

@@ -9,8 +9,9 @@ that is in one compiled graph is in_graph.py's.
 
 from torch import Tensor
 
-from deepfast.depth import in_graph
-from deepfast.depth.rows import OutNorm
+from deepfast.depth.depth_pass import OutNorm, Push
+from deepfast.depth.history import DepthHistory
+from deepfast.depth.in_graph import push_in_graph, traced_graph
 from deepfast.depth.schedule import default_block
 from deepfast.ops import common
 from deepfast.ops.add_dropout import add_dropout
@@ -24,8 +25,8 @@ def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
 def _mixed(connection, history, k: int) -> Tensor:
     """Row k, from its partial sum, where its block has some, and the states of the block."""
     states, weights = history.traced, history.parameters[0]
-    pulled = connection.pass_kind.pulled
-    block = history.block or default_block(connection.rows, states[k].device.type, pulled)
+    per_pull, device = connection.pass_kind.states_per_pull, states[k].device
+    block = history.block or default_block(connection.rows, device.type, per_pull)
     start = k - k % block
     rows = range(start, min(start + block, connection.rows))
     if k == start:
@@ -41,12 +42,8 @@ def _mixed(connection, history, k: int) -> Tensor:
     return connection.traced_row([states[j] for j in near], near, k, weights, partial)
 
 
-def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
-    """`DepthConnection.forward` while a compiler traces it.
-
-    call: its arguments, a `deepfast.depth.connection.Call`.
-    """
-    history = call.history
+def traced(connection, push: Push, history: DepthHistory) -> Tensor | tuple[Tensor | None, Tensor]:
+    """`DepthConnection.forward` while a compiler traces it."""
     k = len(history.traced)
     if history.owner is not None and history.owner is not connection:
         raise RuntimeError(f"{connection.name}: this history belongs to another stack")
@@ -54,24 +51,24 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         raise RuntimeError(
             f"{connection.name}: this history has all of its {k} states; make a new one"
         )
-    if history.state is not None or history.closed:
+    if history.depth_pass is not None or history.closed:
         raise RuntimeError(
             f"{connection.name}: this history's pass began outside torch.compile, or is closed"
         )
-    if call.k is not None and call.k != k:
+    if push.index is not None and push.index != k:
         raise RuntimeError(f"{connection.name}: layer called out of order inside torch.compile")
     history.owner = connection
     if k == 0:
         history.parameters = connection.pass_parameters()
-    if history.graph > 0 and history.graph == in_graph.current():
-        return in_graph.push(connection, call)
+    if history.graph > 0 and history.graph == traced_graph():
+        return push_in_graph(connection, push, history)
     if k > 0 and history.traced[-1] is None:
         raise RuntimeError(
             f"{connection.name}: this pass began inside torch.compile, in a graph that ended "
             "before its last push; compile with fullgraph=True to see where it breaks, or make "
             "the history with eager=True"
         )
-    y, residual = common.cast_states(connection.state_dtype, call.y, call.residual)
+    y, residual = common.cast_states(connection.state_dtype, push.branch, push.residual)
     norm = None
     if connection.has_norm(k):
         norm_weight, norm_bias = connection.norms()
@@ -80,8 +77,8 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
     if connection.running[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
-    p = call.dropout_p if connection.training else 0.0
-    z = add_dropout(connection.name, y, residual, p, call.seed, connection.backend)
+    p = push.dropout_p if connection.training else 0.0
+    z = add_dropout(connection.name, y, residual, p, push.seed, connection.backend)
     if connection.norm == "pre" and norm is not None:
         z = _norm(connection, z, norm)
     history.traced.append(z)
@@ -92,6 +89,6 @@ def traced(connection, call) -> Tensor | tuple[Tensor | None, Tensor]:
         history.close()
     if connection.norm == "post" and norm is not None:
         return _norm(connection, x, norm)
-    if call.out_norm is None:
+    if push.out_norm is None:
         return x
-    return x if call.return_x else None, _norm(connection, x, call.out_norm)
+    return x if push.return_x else None, _norm(connection, x, push.out_norm)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast.depth.boundary import DepthHistory, PerThread
 from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory, PerThread
 
 HISTORIES = ("residual", "dense", "learnable_dense", "learnable_dense_nonorm")
 

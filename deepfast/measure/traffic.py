@@ -82,7 +82,7 @@ def engine_moved(
     rows = len(pattern)
     schedule = Schedule(pattern, block or default_block(rows, device_type))
     far = [
-        schedule.far_readers(start, end, tuple(range(end, rows)))
+        schedule.far_readers(start, end, range(end, rows))
         for start, end in schedule.blocks
     ]  # fmt: skip
     # Forward: every state is read once from the layer and written into its slot.

@@ -1,8 +1,8 @@
 """Modules: the depth connection, and Transformer layers and stacks around it."""
 
 from deepfast.depth.attention_residuals import AttentionResiduals
-from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
 from deepfast.nn.attention import MultiheadAttention
 from deepfast.nn.cache import DecoderCache, Hypotheses, KeyValueCache
 from deepfast.nn.connections.fusion import LayerFusion

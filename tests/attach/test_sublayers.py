@@ -138,7 +138,7 @@ def test_norms_that_get_their_input_by_keyword():
 def test_nothing_is_left_of_a_pass(options, what):
     model, kept = connected(**options), []
     hook = model.depth_connection.register_forward_hook(
-        lambda _m, args, _out: kept.append(weakref.ref(args[1].state))
+        lambda _m, args, _out: kept.append(weakref.ref(args[1].depth_pass))
     )
     if what == "error":
         model.blocks[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)

@@ -62,7 +62,7 @@ def test_autocast(backend, name, first, state_dtype):
         x = m(y, h)
         x = m(x @ torch.eye(5), h)
         x = m(x @ torch.eye(5), h, residual=x)
-    assert h.state.states.dtype == x.dtype == (state_dtype or torch.bfloat16)
+    assert h.depth_pass.states.dtype == x.dtype == (state_dtype or torch.bfloat16)
     x.sum().backward()
     assert y.grad.dtype == first
 

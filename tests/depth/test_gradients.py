@@ -218,7 +218,7 @@ def test_a_stack_left_before_its_top(backend, name, inplace):
     with no_gc():
         h = history(inplace)
         x = lower(h)
-        alive = weakref.ref(h.state.states)
+        alive = weakref.ref(h.depth_pass.states)
         got = torch.autograd.grad(x.square().sum(), leaves)
         assert (alive() is None) == inplace
         del h, x

@@ -96,7 +96,7 @@ def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
 
 
 def states(h):
-    return weakref.ref(h.state.states)
+    return weakref.ref(h.depth_pass.states)
 
 
 @EACH

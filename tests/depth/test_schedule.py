@@ -69,8 +69,8 @@ def run(layers, block, **options):
     dlcl, history = DLCL(layers, 2, **options), DepthHistory(block=block)
     y = torch.randn(1, 2, requires_grad=True)
     x = dlcl(y, history)
-    reads = Reads(history.state.launch)
-    history.state.launch = reads.launch
+    reads = Reads(history.depth_pass.launch)
+    history.depth_pass.launch = reads.launch
     for _ in range(layers):
         x = dlcl(torch.tanh(x), history)
     x.sum().backward()

@@ -251,7 +251,7 @@ def test_layers_compiled_one_by_one_may_push(kind, by):
             for layer in stack.layers:
                 layer.compile(backend=counter)
             got = stack(x)
-        assert isinstance(stack.history.state, DepthPass)
+        assert isinstance(stack.history.depth_pass, DepthPass)
         compare([list(stack.parameters())] * 2, got, want, x)
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0

@@ -170,7 +170,7 @@ def test_states_are_in_16_bits_under_autocast(monkeypatch):
     monkeypatch.setattr(module, "DepthHistory", lambda: made.append(plain()) or made[-1])
     with torch.autocast("cpu", torch.bfloat16):
         TransformerEncoder(LAYERS, DIM, HEADS, FFN)(torch.randn(2, 5, DIM))
-    assert made[0].state.states.dtype == torch.bfloat16
+    assert made[0].depth_pass.states.dtype == torch.bfloat16
 
 
 # ---- decoding ------------------------------------------------------------------------------------

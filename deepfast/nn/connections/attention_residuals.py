@@ -6,8 +6,8 @@ from torch import Tensor
 
 from deepfast.connections import BLOCKS
 from deepfast.depth.attention_residuals import AttentionResiduals
-from deepfast.depth.boundary import DepthHistory
 from deepfast.depth.connection import DepthConnection
+from deepfast.depth.history import DepthHistory
 from deepfast.nn.connections.base import LayerCall, Options, note, part_of, run_layer
 from deepfast.nn.connections.dlcl import Mixed
 from deepfast.nn.layer_norm import Norm

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
 from deepfast.connections import CONNECTIONS, names
-from deepfast.depth.boundary import DepthHistory, recompute_row
+from deepfast.depth.boundary import recompute_row
+from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
 from deepfast.nn.recompute import Kept, Recompute, not_saved
@@ -202,7 +203,7 @@ def run_layer(
     # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
     # that torch.compile traces has none. A norm that is not plain does not run again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
-    states = learns and history is not None and history.state is not None
+    states = learns and history is not None and history.depth_pass is not None
     states = states and (norm is None or plain_norm(norm))
     if policy == "layer+input" and states:
         return rerun(layer, run, (x, n), _from_states(norm, history, n is not None), options)
@@ -226,7 +227,7 @@ def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
     n or, unless ``both``, the only input of a post-norm layer or of a part."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
-    state, k = history.state, history.state.pushed - 1
+    state, k = history.depth_pass, history.depth_pass.pushed - 1
     out_norm = None if norm is None else norm.keep_output()
 
     def inputs() -> tuple[Tensor, Tensor | None]:
