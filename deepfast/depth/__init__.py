@@ -51,15 +51,15 @@ online softmax). Backward computes the weights again from two numbers per row an
     dz_k = sum p g_l + r_k (sum ds q_l - n_k sum ds s / D),   n_k = z_k r_k
     dq_l = sum over tokens and k of ds n_k
 
-To read the code, follow a push: `DepthConnection.forward` (connection.py), which `DLCL` and
-`AttentionResiduals` share, checks it, begins a pass with the first one, and calls `boundary`
-(boundary.py), whose autograd node runs one boundary forward and backward. `DepthPass`
-(depth_pass.py; its records are in rows.py) has the states, P, Q and the gradients, in the order of
-the picture: `partial` gives P_l, `_far_pull` gives Q_k. It asks `Schedule` (schedule.py) which row
-reads which state in which pass over the states. Its subclasses `ConstantPass` (dlcl.py) and
-`AttentionPass` (attention_residuals.py) weigh the states and launch the kernels that the picture
-names. `DepthHistory` is the caller's handle on a pass. Inside torch.compile a push goes to
-traced.py, which leaves it to in_graph.py where one graph holds the whole pass.
+To read the code, follow a push. `DepthConnection.forward` (connection.py), which `DLCL` and
+`AttentionResiduals` share, makes a `Push` (push.py), checks it, and begins a pass with the first
+one. `boundary` (boundary.py) is the autograd node that runs one boundary forward and backward.
+`DepthPass` (depth_pass.py) has the states, P, Q and the gradients, in the order of the picture, and
+launches the kernels that it names: `DepthPass.partial` gives P_l, `DepthPass._far_pull` gives Q_k.
+It asks `Schedule` (schedule.py) which row reads which state in which pass over the states. Its
+subclasses `ConstantPass` (dlcl.py) and `AttentionPass` (attention_residuals.py) have the operands
+that weigh the states. `DepthHistory` (history.py) is the caller's handle on a pass. A push that a
+compiler traces goes to traced.py.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals

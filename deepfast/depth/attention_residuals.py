@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.depth.buffers import total_bytes
 from deepfast.depth.connection import DepthConnection
-from deepfast.depth.depth_pass import DepthPass, total_bytes
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
@@ -26,6 +27,12 @@ class AttentionPass(DepthPass):
     """
 
     op, states_per_pull = "attention_boundary", 16
+    launches = (
+        "attention_boundary_forward",
+        "attention_boundary_backward",
+        "attend_rows",
+        "attend_pull",
+    )
 
     def begin(self, tokens: int) -> None:
         self.query, self.bias = self.parameters
@@ -34,6 +41,12 @@ class AttentionPass(DepthPass):
         self.dbias: Tensor | None = None
         self.source_rstd: Tensor | None = self.query.new_empty(self.rows, tokens)
         """(L+1, T): r_k."""
+        self.scores = {
+            "query": self.query,
+            "bias": self.bias,
+            "kind": self.kind,
+            "source_rstd": self.source_rstd,
+        }
         self.stats: Tensor | None = None
         """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
         if self.kind == "softmax":
@@ -48,6 +61,7 @@ class AttentionPass(DepthPass):
     def release(self) -> None:
         super().release()
         self.source_rstd = self.stats = self.far_stats = None
+        self.scores["source_rstd"] = None
 
     def partial(self, row: int) -> Tensor | None:
         start, _ = self.schedule.blocks[row]
@@ -60,42 +74,26 @@ class AttentionPass(DepthPass):
             self.far_stats[:, 1] = 0
         return super().partial(row)
 
-    def _scores(self) -> dict[str, Any]:
-        """The operands of every kernel."""
-        return {
-            "query": self.query,
-            "bias": self.bias,
-            "kind": self.kind,
-            "source_rstd": self.source_rstd,
-        }
-
-    def _partial(self, k: int, partial: Tensor | None) -> dict[str, Any]:
-        """The operands of a boundary with the partial sum of its row."""
+    def forward_weights(self, k: int, partial: Tensor | None) -> dict[str, Any]:
         stats = None
         if partial is not None and self.far_stats is not None:
             stats = self.far_stats[k - self.schedule.blocks[k][0]]
-        return {"k": k, "partial": partial, "partial_stats": stats, "stats": self.stats}
+        return {"eps": self.eps, "partial_stats": stats, "stats": self.stats, **self.scores}
 
-    def mix(self, **operands) -> None:
-        self.launch.attend_rows(out_stats=self.far_stats, **operands, **self._scores())
-
-    def boundary_forward(self, k: int, partial: Tensor | None, **operands) -> None:
-        row = self._partial(k, partial)
-        self.launch.attention_boundary_forward(eps=self.eps, **row, **operands, **self._scores())
-
-    def pull(self, **operands) -> None:
-        self.launch.attend_pull(
-            stats=self.stats, dquery=self.dquery, dbias=self.dbias, **operands, **self._scores()
-        )
-
-    def boundary_backward(self, k: int, dout: Tensor | None, **operands) -> None:
+    def backward_weights(self, k: int, dout: Tensor | None) -> dict[str, Any]:
         # A softmax needs x again.
         again = dout is not None or self.kind == "softmax"
-        row = self._partial(k, self.partial(k) if again else None)
+        partial = self.partial(k) if again else None
+        weights = self.forward_weights(k, partial)
+        del weights["eps"]
+        return {"partial": partial, "dquery": self.dquery, "dbias": self.dbias, **weights}
+
+    def mix_weights(self) -> dict[str, Any]:
+        return {"out_stats": self.far_stats, **self.scores}
+
+    def pull_weights(self) -> dict[str, Any]:
         grads = {"dquery": self.dquery, "dbias": self.dbias}
-        self.launch.attention_boundary_backward(
-            dout=dout, **row, **grads, **operands, **self._scores()
-        )
+        return {"stats": self.stats, **grads, **self.scores}
 
     def begin_grads(self) -> None:
         if any(self.learns):
@@ -206,7 +204,9 @@ class AttentionResiduals(DepthConnection):
         """q of the scores ``q . RMSNorm(v)``: ``scale * query * norm_weight``, with gradient."""
         query = self._checked("query", self.rows, self.dim)
         norm_weight = self._checked("norm_weight", self.rows, self.dim, needed=False)
-        return _Query.apply(query, norm_weight, self.scale)
+        # Not in half precision, where the product of finite numbers may be infinite.
+        scaled = query.to(compute_dtype(query.dtype)) * self.scale
+        return scaled if norm_weight is None else scaled * norm_weight
 
     def own_bias(self) -> Tensor | None:
         """The bias (rows, rows), or None, with gradient."""
@@ -278,26 +278,3 @@ class AttentionResiduals(DepthConnection):
             f"num_layers={self.num_layers}, dim={self.dim}, reads={self.reads}, "
             f"block={self.block}, score_function={self.score_function!r}"
         )
-
-
-@common.traced_as("scaled_query")
-class _Query(torch.autograd.Function):
-    """``scale * query * norm_weight``. Like `_MaskedWeight` it saves nothing through autograd."""
-
-    @staticmethod
-    def forward(ctx, query, norm_weight, scale):
-        ctx.scale = scale
-        # Copies, because a parameter may change before backward.
-        ctx.operands = None if norm_weight is None else (query.clone(), norm_weight.clone())
-        # Not in half precision, where the product of finite numbers may be infinite.
-        scaled = query.to(compute_dtype(query.dtype)) * scale
-        return scaled if norm_weight is None else scaled * norm_weight
-
-    @staticmethod
-    @common.first_order("AttentionResiduals")
-    def backward(ctx, grad):
-        grad = grad * ctx.scale
-        if ctx.operands is None:
-            return grad, None, None
-        query, norm_weight = ctx.operands
-        return grad * norm_weight, grad * query, None

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Push
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.history import DepthHistory
+from deepfast.depth.push import OutNorm, Push
 from deepfast.ops import common
 
 
@@ -65,7 +66,7 @@ class _Boundary(torch.autograd.Function):
             saved.append(torch.empty(0, k))
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        push.clear()
+        push.branch = push.residual = push.norm = push.x = push.out = None
         ctx.push, ctx.shape = push, branch.shape
         return x, out, torch.empty(0)
 
@@ -82,7 +83,7 @@ class _Boundary(torch.autograd.Function):
         depth_pass.enter(k, torch._C._current_graph_task_id())
         # Under checkpointing this line may recompute the push. Its states still exist.
         saved = ctx.saved_tensors
-        push.norm = depth_pass.own_norm(k) if given is None else OutNorm(*saved[:2], *given[2:])
+        push.norm = depth_pass.own_norms[k] if given is None else OutNorm(*saved[:2], *given[2:])
         need_branch, need_residual, *need_norm = ctx.needs_input_grad[1:5]
         if dx is None and dout is None:
             dx = depth_pass.states.new_zeros(ctx.shape)
@@ -92,19 +93,18 @@ class _Boundary(torch.autograd.Function):
         shared = push.dropout_p == 0 and need_branch and need_residual
         dbranch = common.empty_contiguous(like) if need_branch else None
         dresidual = common.empty_contiguous(like) if need_residual and not shared else None
-        if dout is not None:
-            push.dnorm = depth_pass.own_norm_grads(k)
-            if given is not None:
-                push.dnorm = tuple(
-                    depth_pass.like.new_empty(depth_pass.owner.dim) if need else None
-                    for need in need_norm
-                )
+        push.dnorm = None, None
+        if dout is not None and given is None:
+            push.dnorm = depth_pass.own_norm_grads[k]
+        elif dout is not None:
+            dim = depth_pass.states.shape[2]
+            push.dnorm = tuple(depth_pass.like.new_empty(dim) if n else None for n in need_norm)
         push.dx, push.dout = common.rows(dx), common.rows(dout)
         push.dbranch, push.dresidual = common.rows(dbranch), common.rows(dresidual)
         depth_pass.backward(push)
         # Autograd casts them to the dtypes of the norm's weight and bias.
         dnorm = (None, None) if given is None else push.dnorm
-        push.clear()
+        push.norm = push.dx = push.dout = push.dbranch = push.dresidual = None
         return None, dbranch, dbranch if shared else dresidual, *dnorm, None
 
 
@@ -151,7 +151,7 @@ def recompute_row(
     norm, like = depth_pass.norm_behind(k, out_norm), depth_pass.states[k]
     push = Push(None, out_norm=out_norm)
     push.depth_pass, push.k, push.recomputed, push.norm = depth_pass, k, True, norm
-    if return_x and depth_pass.own_norm(k) is None:
+    if return_x and depth_pass.own_norms[k] is None:
         push.x = like.new_empty(like.shape)
     if norm is not None:
         push.out = like.new_empty(like.shape)

@@ -4,14 +4,15 @@ import abc
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from deepfast import checks
 from deepfast.depth.boundary import ParameterGradients, boundary, nearest_passes
-from deepfast.depth.depth_pass import DepthPass, OutNorm, Push
+from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.history import DepthHistory
-from deepfast.depth.in_graph import BY_ID
+from deepfast.depth.push import OutNorm, Push
 from deepfast.depth.schedule import Pattern, Schedule, default_block
-from deepfast.depth.traced import traced
+from deepfast.depth.traced import BY_ID, traced
 from deepfast.ops import common
 
 
@@ -208,7 +209,10 @@ class DepthConnection(nn.Module, abc.ABC):
         block = history.block or default_block(self.rows, device.type, pass_kind.states_per_pull)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block)
-        parameters = history.parameters or self.pass_parameters()
+        # Here autograd saves copies, by hooks of this block: a parameter may change before
+        # backward, and checkpointing must not count tensors that a recomputed push does not save.
+        with saved_tensors_hooks(torch.clone, lambda copy: copy):
+            parameters = history.parameters or self.pass_parameters()
         depth_pass = pass_kind(self, push, self._schedules[block], history.inplace, parameters)
         history.owner, history.depth_pass = self, depth_pass
         if depth_pass.any_learns:
@@ -301,8 +305,6 @@ class DepthConnection(nn.Module, abc.ABC):
             self._check_recomputed(depth_pass, k, task)
         elif history.closed:
             raise RuntimeError(f"{op}: this history is closed; make a new one")
-        elif depth_pass is not None and depth_pass.released:
-            raise RuntimeError(f"{op}: this history's backward has ended; make a new one")
         elif depth_pass is not None and depth_pass.learning != torch.is_grad_enabled():
             raise RuntimeError(
                 f"{op}: grad mode changed within a pass; push every state under the grad mode of "

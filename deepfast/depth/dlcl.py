@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepfast import checks, ops
+from deepfast.depth.buffers import numbers_of_rows
 from deepfast.depth.connection import DepthConnection, part
-from deepfast.depth.depth_pass import DepthPass, OutNorm, numbers_of_rows
+from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.push import OutNorm
 from deepfast.depth.schedule import Pattern, depth_pattern
-from deepfast.ops import common
 from deepfast.ops.depth_mix import depth_mix_sums
 
 
@@ -23,11 +25,12 @@ class ConstantPass(DepthPass):
     """
 
     op = "boundary"
+    launches = "boundary_forward", "boundary_backward", "mix_rows", "pull_rows"
 
     def begin(self, tokens: int) -> None:
         owner = self.owner
         self.weight, *self.norms = self.parameters
-        self.pre, self.rms = owner.norm == "pre", owner.norm_type == "rms"
+        self.pre, rms = owner.norm == "pre", owner.norm_type == "rms"
         self.has_norm = [owner.has_norm(k) for k in range(self.rows)]
         # Kernels apply weight and bias to every state. The states without a norm come first: in
         # these copies they get weight 1 and bias 0, each by one assignment.
@@ -37,56 +40,51 @@ class ConstantPass(DepthPass):
                 p[:plain].fill_(neutral)
         norm_weight, norm_bias = self.norms if self.pre else (None, None)
         self.weights = {"weight": self.weight, "norm_weight": norm_weight, "norm_bias": norm_bias}
-        self.source_rstd: Sequence[Tensor | None] = [None] * self.rows
-        if norm_weight is not None:
-            self.source_rstd = numbers_of_rows(self.weight, self.rows, tokens)
-        self.row_norms: list[OutNorm | None] = [None] * self.rows
-        if owner.norm == "post":
-            for k, (weight, bias) in enumerate(self._by_row(self.norms)):
-                if self.has_norm[k]:
-                    self.row_norms[k] = OutNorm(weight, bias, owner.eps, self.rms)
-        self.dweight: Tensor | None = None
-        self.dnorms: list[Tensor | None] = [None, None]
-        self.dnorms_by_row: list[tuple] = [(None, None)] * self.rows
+        self.source_norms: list[dict[str, Any]] = [
+            {"norm_source": self.pre and has_norm, "source_rms": rms, "source_rstd": None}
+            for has_norm in self.has_norm
+        ]
+        """The norm of each state."""
+        if self.pre:
+            rstds = numbers_of_rows(self.weight, self.rows, tokens)
+            for norm, rstd in zip(self.source_norms, rstds, strict=True):
+                norm["source_rstd"] = rstd
+        elif owner.norm == "post":
+            self.own_norms = [
+                None if weight is None else OutNorm(weight, bias, owner.eps, rms)
+                for weight, bias in self._by_row(self.norms)
+            ]
+        self.take_grads()
 
     def _by_row(self, norms: Sequence[Tensor | None]) -> list[tuple]:
-        """(weight[k], bias[k]) of every row or state k that has a norm; None for what is not
-        there."""
+        """(weight[k], bias[k]) of every row or state k that has a norm, else (None, None)."""
         columns = [[None] * self.rows if p is None else p.unbind(0) for p in norms]
         pairs = zip(self.has_norm, *columns, strict=True)
         return [(weight, bias) if has else (None, None) for has, weight, bias in pairs]
 
-    def own_norm(self, k: int) -> OutNorm | None:
-        return self.row_norms[k]
-
-    def own_norm_grads(self, k: int) -> tuple[Tensor | None, Tensor | None]:
-        return self.dnorms_by_row[k]
-
     def release(self) -> None:
         super().release()
-        self.source_rstd = [None] * self.rows
+        self.source_norms = []
 
-    def mix(self, **operands) -> None:
-        self.launch.mix_rows(**operands, **self.weights)
+    def forward_weights(self, k: int, partial: Tensor | None) -> dict[str, Any]:
+        return {"source_eps": self.owner.eps, **self.source_norms[k], **self.weights}
 
-    def boundary_forward(self, k: int, partial: Tensor | None, **operands) -> None:
-        self.launch.boundary_forward(
-            k=k, partial=partial, norm_source=self.pre and self.has_norm[k],
-            source_eps=self.owner.eps, source_rms=self.rms, source_rstd=self.source_rstd[k],
-            **operands, **self.weights,
-        )  # fmt: skip
+    def backward_weights(self, k: int, dout: Tensor | None) -> dict[str, Any]:
+        dnorm_weight, dnorm_bias = self.source_grads[k]
+        return {
+            "partial": None if dout is None else self.partial(k),
+            "dweight": self.dweight,
+            "dnorm_weight": dnorm_weight,
+            "dnorm_bias": dnorm_bias,
+            **self.source_norms[k],
+            **self.weights,
+        }
 
-    def pull(self, **operands) -> None:
-        self.launch.pull_rows(dweight=self.dweight, **operands, **self.weights)
+    def mix_weights(self) -> dict[str, Any]:
+        return self.weights
 
-    def boundary_backward(self, k: int, dout: Tensor | None, **operands) -> None:
-        dnorm_weight, dnorm_bias = self.dnorms_by_row[k] if self.pre else (None, None)
-        self.launch.boundary_backward(
-            k=k, dout=dout, partial=None if dout is None else self.partial(k),
-            norm_source=self.pre and self.has_norm[k], source_rms=self.rms,
-            source_rstd=self.source_rstd[k], dweight=self.dweight, dnorm_weight=dnorm_weight,
-            dnorm_bias=dnorm_bias, **operands, **self.weights,
-        )  # fmt: skip
+    def pull_weights(self) -> dict[str, Any]:
+        return {"dweight": self.dweight, **self.weights}
 
     def begin_grads(self) -> None:
         weight_learns, *norms_learn = self.learns
@@ -94,12 +92,18 @@ class ConstantPass(DepthPass):
             self.dweight = torch.zeros_like(self.weight)
         if any(norms_learn):
             self.dnorms = [None if p is None else torch.zeros_like(p) for p in self.norms]
-            self.dnorms_by_row = self._by_row(self.dnorms)
+            if self.pre:
+                self.source_grads = self._by_row(self.dnorms)
+            else:
+                self.own_norm_grads = self._by_row(self.dnorms)
+
+    dweight: Tensor | None = None
+    dnorms: Sequence[Tensor | None] = (None, None)
 
     def take_grads(self) -> tuple[Tensor | None, ...]:
         grads = self.dweight, *self.dnorms
-        self.dweight, self.dnorms = None, [None, None]
-        self.dnorms_by_row = [(None, None)] * self.rows
+        self.dweight, self.dnorms = None, (None, None)
+        self.source_grads = self.own_norm_grads = [(None, None)] * self.rows
         return grads
 
 
@@ -237,7 +241,10 @@ class DLCL(DepthConnection):
         weight = self._checked("weight", self.rows, self.rows, *self.extra)
         mask = self._mask(weight.device)
         mask = mask.view(*mask.shape, *(1,) * len(self.extra))
-        weight = _MaskedWeight.apply(weight, mask, self.softmax)
+        if self.softmax:
+            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
+        else:
+            weight = weight.masked_fill(~mask, 0)
         if self.weight_type == "group":
             weight = weight.repeat(1, 1, -(-self.dim // self.groups))[:, :, : self.dim]
         return weight
@@ -286,27 +293,3 @@ def _pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
     for row, sources in enumerate(pattern):
         mask[row, list(sources)] = True
     return mask.to(device)
-
-
-@common.traced_as("masked_weight")
-class _MaskedWeight(torch.autograd.Function):
-    """Masks W to the pattern; with ``softmax`` its rows pass through a softmax first.
-
-    Written by hand so that it saves nothing through autograd. A first push inside a checkpointed
-    function would otherwise save a tensor that the recomputed push does not save.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, mask, softmax):
-        if softmax:
-            weight = weight.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        masked = weight.masked_fill(~mask, 0)
-        ctx.mask, ctx.rows = mask, masked if softmax else None
-        return masked.clone() if softmax else masked
-
-    @staticmethod
-    @common.first_order("DLCL")
-    def backward(ctx, grad):
-        if ctx.rows is not None:
-            grad = ctx.rows * (grad - (grad * ctx.rows).sum(1, keepdim=True))
-        return grad.masked_fill(~ctx.mask, 0), None, None

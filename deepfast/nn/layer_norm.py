@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deepfast import checks
 from deepfast.connections import names
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.push import OutNorm
 from deepfast.nn.recompute import Kept, Recompute, plain
 from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast import backend
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.push import OutNorm
 from deepfast.nn import DLCL, DepthHistory
 from deepfast.reference.dropout import dropout_mask
 

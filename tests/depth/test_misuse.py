@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepfast.backend import BackendError
-from deepfast.depth.depth_pass import OutNorm
+from deepfast.depth.push import OutNorm
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 from tests.depth.stack import CONNECTIONS, DIM, EACH, TOKENS, Stack, history, leaf
 
