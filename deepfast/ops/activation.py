@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, no_flops, register
+from deepfast.ops.register import Op
 from deepfast.reference.activation import KINDS
 from deepfast.reference.activation import activation as reference
 
@@ -17,21 +16,13 @@ def compute(a, inplace: bool = False) -> Tensor:
 
     a: operands of `activation_op`.
     """
-    _, launch = backends.choose("activation", a.backend, a.h.device, a.h.dtype, a.h.shape[-1])
     h = common.rows(a.h)
     out = h.view(a.h.shape) if inplace else common.empty_contiguous(a.h)
-    launch.activation_forward(
-        h=h, bias=common.parameter(a.bias, h.dtype), kind=a.kind, dropout_p=a.dropout_p,
-        seed=a.seed, out=common.rows(out),
-    )  # fmt: skip
+    bias, rows = common.parameter(a.bias, h.dtype), common.rows(out)
+    common.launches("activation", a.backend, h, h.shape[-1]).activation_forward(
+        h=h, bias=bias, kind=a.kind, dropout_p=a.dropout_p, seed=a.seed, out=rows
+    )
     return out
-
-
-def _empty_bias_grad(a) -> Tensor | None:
-    """(F,), or None where it is not wanted."""
-    if not a.wants[1]:
-        return None
-    return a.dout.new_empty(a.dout.shape[-1], dtype=compute_dtype(a.dout.dtype))
 
 
 def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -42,45 +33,44 @@ def compute_grad(a, inplace: bool = False) -> tuple[Tensor, Tensor | None]:
     a: operands of `activation_grad`. saved: for relu the result, which needs no seed and no bias;
         for gelu h.
     """
-    dout = common.rows(a.dout)
-    _, launch = backends.choose("activation", a.backend, dout.device, dout.dtype, dout.shape[-1])
+    dout, saved, p = common.rows(a.dout), common.rows(a.saved), a.dropout_p
     dh = dout.view(a.dout.shape) if inplace else common.empty_contiguous(a.dout)
-    dbias = _empty_bias_grad(a)
-    launch.activation_backward(
-        dout=dout, saved=common.rows(a.saved), bias=common.parameter(a.bias, dout.dtype),
-        kind=a.kind, dropout_p=a.dropout_p, seed=a.seed, dh=common.rows(dh),
+    dtype = compute_dtype(dout.dtype)
+    dbias = dout.new_empty(dout.shape[-1], dtype=dtype) if a.wants[1] else None
+    bias, rows = common.parameter(a.bias, dout.dtype), common.rows(dh)
+    common.launches("activation", a.backend, dout, dout.shape[-1]).activation_backward(
+        dout=dout,
+        saved=saved,
+        bias=bias,
+        kind=a.kind,
+        dropout_p=p,
+        seed=a.seed,
+        dh=rows,
         dbias=dbias,
-    )  # fmt: skip
+    )
     return dh, dbias
 
 
-activation_grad = register(
+activation_grad = Op(
     "activation_grad(Tensor dout, Tensor saved, Tensor? bias, str kind, float dropout_p, "
     "Tensor? seed, bool[] wants, str? backend) -> (Tensor dh, Tensor dbias)",
     compute_grad,
-    fake=lambda a: (a.dout.new_empty(a.dout.shape), _empty_bias_grad(a)),
-    flops=no_flops,
 )
 
 
-def _setup(ctx, a, results):
-    # Relu saves its result and no mask: an element that is not 0 was neither cut off nor dropped.
-    relu = a.kind == "relu"
-    return {
-        "saved": results.out if relu else a.h, "bias": None if relu else common.detached(a.bias),
-        "seed": None if relu else a.seed, "kind": a.kind, "dropout_p": a.dropout_p,
-        "backend": a.backend,
-    }  # fmt: skip
+def _setup(ctx, a, results) -> dict:
+    if a.kind == "relu":
+        # An element of the result that is not 0 was neither cut off nor dropped.
+        return {"saved": results.out, "bias": None, "seed": None}
+    return {"saved": a.h, "bias": common.detached(a.bias)}
 
 
-activation_op = register(
+activation_op = Op(
     "activation(Tensor h, Tensor? bias, str kind, float dropout_p, Tensor? seed, str? backend) "
     "-> Tensor",
     compute,
-    fake=lambda a: a.h.new_empty(a.h.shape),
-    flops=no_flops,
+    grad=activation_grad,
     setup=_setup,
-    backward=lambda ctx, kept, grads: gradients(activation_grad, ctx, kept, dout=grads.out),
     plain=lambda a: reference(a.h, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed),
 )
 
@@ -127,8 +117,6 @@ def activation(
     checks.tensor("activation", "h", h)
     checks.choice("activation", KINDS, activation=activation)
     checks.parameter("activation", "bias", bias, (h.shape[-1],), h.device)
-    checks.probability("activation", dropout_p)
-    checks.flag("activation", training=training)
-    p = dropout_p if training else 0.0
+    p = common.probability("activation", dropout_p, training)
     seed = common.draw_seed("activation", seed, h.device) if p > 0 else None
     return activation_op(h, bias, activation, p, seed, backend)[0]

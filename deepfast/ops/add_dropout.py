@@ -2,52 +2,52 @@
 
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import no_flops, register
+from deepfast.ops.register import Op
 from deepfast.reference.dropout import add_dropout as reference
+
+_NORMS = {
+    "norm_source": False,
+    "source_eps": 0.0,
+    "source_rms": False,
+    "out_eps": 0.0,
+    "out_rms": False,
+}
+"""The operands for a boundary's norms, where it has none."""
 
 
 def _compute(a, x: Tensor, residual: Tensor | None) -> Tensor:
     """By the launch of a boundary, which stores the sum as its state and here mixes no state."""
     x, out = common.rows(x), common.empty_contiguous(x)
-    _, launch = backends.choose("boundary", a.backend, x.device, x.dtype, x.shape[-1])
-    launch.boundary_forward(
-        branch=x, residual=common.rows(residual), dropout_p=a.dropout_p, seed=a.seed,
-        states=common.rows(out).unsqueeze(0), k=0, near=[],
-        weight=x.new_empty(1, 1, dtype=compute_dtype(x.dtype)), norm_source=False, source_eps=0.0,
-        source_rms=False, out_eps=0.0, out_rms=False,
-    )  # fmt: skip
+    states, weight = common.rows(out).unsqueeze(0), x.new_empty(1, 1, dtype=compute_dtype(x.dtype))
+    given = {"residual": common.rows(residual), "dropout_p": a.dropout_p, "seed": a.seed}
+    common.launches("boundary", a.backend, x, x.shape[-1]).boundary_forward(
+        branch=x, **given, states=states, k=0, near=[], weight=weight, **_NORMS
+    )
     return out
 
 
-_add_dropout_grad = register(
+_add_dropout_grad = Op(
     "add_dropout_grad(Tensor dout, float dropout_p, Tensor? seed, str? backend) -> Tensor",
     lambda a: _compute(a, a.dout, None),
-    fake=lambda a: common.empty_contiguous(a.dout),
-    flops=no_flops,
 )
 
 
-def _backward(ctx, kept, grads) -> dict[str, Tensor | None]:
+def _backward(op, ctx, kept, grads) -> dict[str, Tensor | None]:
     dx = _add_dropout_grad(grads.out, **kept)[0] if ctx.needs.x else None
     return {"x": dx, "residual": grads.out}
 
 
-add_dropout_op = register(
+add_dropout_op = Op(
     "add_dropout(Tensor x, Tensor? residual, float dropout_p, Tensor? seed, str? backend) "
     "-> Tensor",
     lambda a: _compute(a, a.x, a.residual),
-    fake=lambda a: common.empty_contiguous(a.x),
-    flops=no_flops,
-    setup=lambda ctx, a, results: {
-        "dropout_p": a.dropout_p, "seed": a.seed, "backend": a.backend
-    },
+    grad=_add_dropout_grad,
     backward=_backward,
     plain=lambda a: reference(a.x, a.residual, a.dropout_p, a.seed),
-)  # fmt: skip
+)
 
 
 def add_dropout(
@@ -55,7 +55,7 @@ def add_dropout(
 ) -> Tensor:
     """``residual + dropout(x)``, with the bits of the sum of `add_layer_norm`; errors begin with
     ``op``."""
-    x, residual = common.alike(x, residual)
+    x, residual = common.promoted(x, residual)
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
     if dropout_p == 0:

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common, torch_attention
-from deepfast.ops.register import register, watched
+from deepfast.ops.register import Op, watched
 
 WIDEST = 256
 """Channels of a head that Triton's kernels hold."""
@@ -23,47 +24,38 @@ def _contiguous_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _launches(a):
-    """Those of the backend that was requested, or of the default one."""
+_LAUNCHED = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    *("left", "right", "scale", "dropout_p", "seed"),
+)
+"""The operands that the launches of forward and of backward share."""
+
+
+def _launches(a) -> tuple[Any, dict]:
+    """The launches of the backend that was requested, or of the default one; and their shared
+    operands."""
     width = backends.attention_width(a.q.device, a.max_seqlen_q, a.max_seqlen_k)
-    launch = backends.choose("attention", a.backend, a.q.device, a.q.dtype, width)[1]
+    launch = common.launches("attention", a.backend, a.q, width)
     # After a failed check the default is torch's attention, which cannot go on with the results of
     # a forward pass that was made before.
-    return launch or backends.choose("attention", "reference", a.q.device, a.q.dtype)[1]
+    launch = launch or common.launches("attention", "reference", a.q, None)
+    return launch, {name: getattr(a, name) for name in _LAUNCHED}
 
 
 def _forward(a):
-    launch = _launches(a)
-    o, lse = _fake(a)
-    launch.attention_forward(**_shared(a), o=o, lse=lse)
+    launch, shared = _launches(a)
+    o = a.q.new_empty(a.q.shape)
+    lse = a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=compute_dtype(a.q.dtype))
+    launch.attention_forward(**shared, o=o, lse=lse)
     return o, lse
 
 
-def _shared(a) -> dict:
-    """The operands that the launches of forward and of backward share."""
-    return {
-        "q": a.q, "k": a.k, "v": a.v, "cu_seqlens_q": a.cu_seqlens_q,
-        "cu_seqlens_k": a.cu_seqlens_k, "max_seqlen_q": a.max_seqlen_q,
-        "max_seqlen_k": a.max_seqlen_k, "left": a.left, "right": a.right, "scale": a.scale,
-        "dropout_p": a.dropout_p, "seed": a.seed,
-    }  # fmt: skip
-
-
-def _fake(a):
-    lse = a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=compute_dtype(a.q.dtype))
-    return a.q.new_empty(a.q.shape), lse
-
-
 def _grad_forward(a):
-    launch = _launches(a)
-    dq, dk, dv = _grad_fake(a)
+    launch, shared = _launches(a)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
     dout = _contiguous_channels(a.dout)
-    launch.attention_backward(**_shared(a), o=a.o, lse=a.lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    launch.attention_backward(**shared, o=a.o, lse=a.lse, dout=dout, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
-
-
-def _grad_fake(a):
-    return a.q.new_empty(a.q.shape), a.k.new_empty(a.k.shape), a.v.new_empty(a.v.shape)
 
 
 def _flops(a) -> int:
@@ -78,34 +70,30 @@ def _flops(a) -> int:
     return 2 * 2 * pairs * heads * dim
 
 
-_attention_grad = register(
+_attention_grad = Op(
     "attention_grad(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "int left, int right, float scale, float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     _grad_forward,
-    fake=_grad_fake,
     # Five products where forward has two: the recomputed scores, dv, dp, dq and dk.
     flops=lambda a: 5 * _flops(a) // 2,
-    raw_flops=True,
 )
 
 
-def _backward(ctx, kept, grads):
+def _backward(op, ctx, kept, grads):
     dq, dk, dv = _attention_grad(dout=grads.o, **kept)
     return {"q": dq, "k": dk, "v": dv}
 
 
-_attention = register(
+_attention = Op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, int left, int right, float scale, "
     "float dropout_p, Tensor? seed, str? backend) -> (Tensor o, Tensor lse)",
     _forward,
-    fake=_fake,
     flops=_flops,
-    raw_flops=True,
     cast=("q", "k", "v"),
-    setup=lambda ctx, a, results: a._asdict() | results._asdict(),
+    grad=_attention_grad,
     backward=_backward,
     # The reference reads the lengths, which a graph cannot. Torch draws the dropout mask itself.
     plain=lambda a: (torch_attention.sdpa(a),),

@@ -1,7 +1,7 @@
 """One read of attention residuals, for code that holds its sources itself."""
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,30 +27,6 @@ def _weights(sources: Sequence[Tensor], query: Tensor, lse: Tensor, eps: float) 
     return (torch.stack(scores, -1) - lse.unsqueeze(-1)).exp()
 
 
-@overload
-def attention_residual(
-    query: Tensor,
-    residuals: Tensor | Sequence[Tensor],
-    rms_weight: Tensor | None = ...,
-    output_rms_weight: Tensor | None = ...,
-    rms_eps: float = ...,
-    scale: float | None = ...,
-    return_weights: Literal[False] = False,
-    *,
-    backend: str | None = ...,
-) -> Tensor: ...
-@overload
-def attention_residual(
-    query: Tensor,
-    residuals: Tensor | Sequence[Tensor],
-    rms_weight: Tensor | None = ...,
-    output_rms_weight: Tensor | None = ...,
-    rms_eps: float = ...,
-    scale: float | None = ...,
-    *,
-    return_weights: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
 def attention_residual(
     query: Tensor,
     residuals: Tensor | Sequence[Tensor],
@@ -61,7 +37,7 @@ def attention_residual(
     return_weights: bool = False,
     *,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention of each token over K sources: ``o = sum_k p_k v_k``.
 
     ``p = softmax_k(scale * <RMSNorm(v_k; rms_weight), query>)``, and with ``output_rms_weight`` the
@@ -116,5 +92,5 @@ def attention_residual(
         query = query * rms_weight.to(query.dtype)
     out, lse = depth_attention(sources, query, eps=rms_eps, return_lse=True, backend=backend)
     if output_rms_weight is not None:
-        out = rms_norm(out, output_rms_weight, rms_eps, backend=backend)  # type: ignore[assignment]
+        out = rms_norm(out, output_rms_weight, rms_eps, backend=backend)
     return (out, _weights(sources, query, lse, rms_eps)) if return_weights else out

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 
@@ -52,8 +54,8 @@ def widened(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(t.float() if t is not None and t.dtype in _HALVES else t for t in tensors)
 
 
-def alike(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Under autocast makes tensors of different dtypes fp32, as torch does where it adds them.
+def promoted(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Under autocast casts tensors of different dtypes to fp32, as torch does where it adds them.
 
     Ops without a matrix product otherwise return the dtype that they get, also under autocast: a
     residual stream in fp32 stays in fp32.
@@ -63,6 +65,24 @@ def alike(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         if t is not None and t.dtype != dtype:
             return widened(*tensors)
     return tensors
+
+
+class _NoLaunches:
+    """Launches that compute nothing."""
+
+    def __getattr__(self, name: str):
+        return lambda **operands: None
+
+
+_NO_LAUNCHES = _NoLaunches()
+
+
+def launches(op: str, backend: str | None, x: Tensor, width: int | None) -> Any:
+    """The launches of ``op`` by the backend that serves tensors like ``x``, see
+    `deepfast.backend.choose`. Fake tensors have no data, and launches on them do nothing."""
+    if x.is_meta or type(x) is FakeTensor:
+        return _NO_LAUNCHES
+    return backends.choose(op, backend, x.device, x.dtype, width)[1]
 
 
 def cast_states(
@@ -168,6 +188,13 @@ def detached(p: Tensor | None) -> Tensor | None:
     return None if p is None else p.detach()
 
 
+def probability(op: str, dropout_p: float, training: bool, *, argument: str = "dropout_p") -> float:
+    """The probability of dropout, checked: 0 outside of training."""
+    checks.probability(op, dropout_p, argument=argument)
+    checks.flag(op, training=training)
+    return dropout_p if training else 0.0
+
+
 def draw_seed(
     op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
 ) -> Tensor:
@@ -190,7 +217,8 @@ def draw_seed(
 
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
-    """Checks 1 or more tensors (..., D) of one shape, dtype and device; makes them `alike`."""
+    """Checks 1 or more tensors (..., D) of one shape, dtype and device, and makes them so by
+    `promoted`."""
     if not isinstance(sources, Iterable) or (isinstance(sources, Tensor) and sources.dim() == 0):
         kind = type(sources).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
@@ -199,7 +227,7 @@ def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tenso
         raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")
     for k, source in enumerate(sources):
         checks.tensor(op, f"{name}[{k}]", source)
-    sources = list(alike(*sources))
+    sources = list(promoted(*sources))
     for k, source in enumerate(sources[1:], 1):
         checks.like(op, f"{name}[{k}]", source, f"{name}[0]", sources[0])
     return sources
@@ -231,3 +259,8 @@ def linear_grads(dy, x, want_weight, want_bias):
     dy = dy.reshape(-1, dy.shape[-1])
     dweight = dy.mT.mm(x.view(-1, x.shape[-1])) if want_weight else None
     return dweight, dy.sum(0) if want_bias else None
+
+
+def zeros_if_missing(dout: Tensor | None, x: Tensor, width: int) -> Tensor:
+    """The gradient of a linear map's result (..., width), zeros for None. x: (..., D)."""
+    return x.new_zeros(*x.shape[:-1], width) if dout is None else dout

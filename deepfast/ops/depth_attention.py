@@ -1,115 +1,97 @@
 """Attention over depth: a softmax over layers for each token, and their weighted sum."""
 
-import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, register
+from deepfast.ops.register import Op, gradients
 from deepfast.reference.depth_attention import depth_attention as reference
 
 NORMS = ("rms", None)
 
 
-def launch_operands(sources, query, scores, backend: str | None):
-    """The launches of the backend, and the operands as kernels read them: the sources as rows
-    (T, D), the query (H, D), the scores (T, K, H)."""
+def launch_operands(sources, query, scores, backend: str | None) -> tuple[Any, dict]:
+    """The launches of the backend, and their shared operands, as kernels read them: the sources as
+    rows (T, D), the query (H, D), the scores (T, K, H)."""
     first = sources[0]
-    _, launch = backends.choose(
-        "depth_attention", backend, first.device, first.dtype, first.shape[-1]
-    )
+    launch = common.launches("depth_attention", backend, first, first.shape[-1])
     rows = [common.rows(s) for s in sources]
     query, scores = (common.parameter(p, first.dtype) for p in (query, scores))
     if scores is not None:
         scores = scores.view(rows[0].shape[0], *scores.shape[-2:])
-    return launch, rows, query, scores
+    return launch, {"sources": rows, "query": query, "scores": scores}
+
+
+def source_grads(sources: list[Tensor], wanted: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """New gradients of the sources, and the same as rows (T, D), which kernels write."""
+    dsources = [common.empty_contiguous(s) for s in sources if wanted]
+    return dsources, [common.rows(d) for d in dsources]
 
 
 def _forward(a):
-    results = _fake(a)
-    launch, sources, query, scores = launch_operands(a.sources, a.query, a.scores, a.backend)
-    (tokens, dim), hops = sources[0].shape, results[0].shape[-2]
-    out = results[0].view(tokens * hops, dim)
-    lse, most, total = (x.view(tokens, hops) for x in results[1:])
+    launch, shared = launch_operands(a.sources, a.query, a.scores, a.backend)
+    first, hops = a.sources[0], a.scores.shape[-1] if a.query is None else a.query.shape[0]
+    lead, dim, dtype = first.shape[:-1], first.shape[-1], compute_dtype(first.dtype)
+    out = first.new_empty(*lead, hops, dim)
+    lse, most, total = (first.new_empty(*lead, hops, dtype=dtype) for _ in range(3))
+    sums = {"most": most.view(-1, hops), "total": total.view(-1, hops)}
     launch.depth_attention_forward(
-        sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps, out=out, lse=lse,
-        most=most, total=total,
-    )  # fmt: skip
-    return results
-
-
-def _fake(a):
-    first = a.sources[0]
-    hops = a.scores.shape[-1] if a.query is None else a.query.shape[0]
-    out = first.new_empty((*first.shape[:-1], hops, first.shape[-1]))
-    shape, dtype = (*first.shape[:-1], hops), compute_dtype(first.dtype)
-    return out, *(first.new_empty(shape, dtype=dtype) for _ in range(3))
+        **shared, norm=a.norm, eps=a.eps, out=out.view(-1, dim), lse=lse.view(-1, hops), **sums
+    )
+    return out, lse, most, total
 
 
 def _grad_forward(a):
-    results = dsources, dquery, dscores = _grad_fake(a)
-    launch, sources, query, scores = launch_operands(a.sources, a.query, a.scores, a.backend)
-    hops, dim = a.most.shape[-1], sources[0].shape[1]
+    launch, shared = launch_operands(a.sources, a.query, a.scores, a.backend)
+    (want_sources, want_query, want_scores), scores = a.wants, shared["scores"]
+    dsources, rows = source_grads(a.sources, want_sources)
+    dquery = torch.empty_like(shared["query"]) if want_query else None
+    dscores = a.most.new_empty(a.scores.shape) if want_scores else None
+    hops, dim = a.most.shape[-1], a.sources[0].shape[-1]
+    results = {"out": a.out.view(-1, dim), "most": a.most.view(-1, hops)}
+    results["total"] = a.total.view(-1, hops)
     dlse = None if a.dlse is None else a.dlse.reshape(-1, hops).contiguous()
-    dscores = None if dscores is None else dscores.view(scores.shape)
+    grads = {"dsources": rows, "dquery": dquery}
+    grads["dscores"] = None if dscores is None else dscores.view(scores.shape)
     launch.depth_attention_backward(
-        sources=sources, query=query, scores=scores, norm=a.norm, eps=a.eps,
-        out=a.out.view(-1, dim), most=a.most.view(-1, hops), total=a.total.view(-1, hops),
-        dout=common.rows(a.dout), dlse=dlse, dsources=list(map(common.rows, dsources)),
-        dquery=dquery, dscores=dscores,
-    )  # fmt: skip
-    return results
-
-
-def _grad_fake(a):
-    first, (want_sources, *wants) = a.sources[0], a.wants
-    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
-    given = (
-        first.new_empty(p.shape, dtype=a.most.dtype) if want else None
-        for p, want in zip((a.query, a.scores), wants, strict=True)
+        **shared, norm=a.norm, eps=a.eps, **results, dout=common.rows(a.dout), dlse=dlse, **grads
     )
-    return dsources, *given
+    return dsources, dquery, dscores
 
 
 def _flops(a) -> int:
     # The weighted sum and, with a query, the scores.
-    hops = a.scores[-1] if a.query is None else a.query[0]
-    return 2 * (1 if a.query is None else 2) * hops * len(a.sources) * math.prod(a.sources[0])
+    products, hops = (1, a.scores.shape[-1]) if a.query is None else (2, a.query.shape[0])
+    return 2 * products * hops * len(a.sources) * a.sources[0].numel()
 
 
-_depth_attention_grad = register(
+_depth_attention_grad = Op(
     "depth_attention_grad(Tensor[] sources, Tensor? query, Tensor? scores, bool norm, float eps, "
     "Tensor out, Tensor most, Tensor total, Tensor dout, Tensor? dlse, bool[] wants, "
     "str? backend) "
     "-> (Tensor[] dsources, Tensor dquery, Tensor dscores)",
     _grad_forward,
-    fake=_grad_fake,
     flops=lambda a: 2 * _flops(a),
 )
 
 
-def _setup(ctx, a, results):
-    return a._asdict() | {"out": results.out, "most": results.most, "total": results.total}
+def _backward(op, ctx, kept, grads):
+    if grads.out is None:
+        grads = grads._replace(out=torch.zeros_like(kept["out"]))
+    return gradients(op, ctx, kept, grads)
 
 
-def _backward(ctx, kept, grads):
-    dout = torch.zeros_like(kept["out"]) if grads.out is None else grads.out
-    return gradients(_depth_attention_grad, ctx, kept, dout=dout, dlse=grads.lse)
-
-
-_depth_attention = register(
+_depth_attention = Op(
     "depth_attention(Tensor[] sources, Tensor? query, Tensor? scores, bool norm, float eps, "
     "str? backend) -> (Tensor out, Tensor lse, Tensor most, Tensor total)",
     _forward,
-    fake=_fake,
     flops=_flops,
-    setup=_setup,
+    grad=_depth_attention_grad,
     backward=_backward,
     plain=lambda a: reference(
         a.sources, a.query, scores=a.scores, norm="rms" if a.norm else None, eps=a.eps
@@ -118,27 +100,17 @@ _depth_attention = register(
 )
 
 
-def _check_query(first, query, scores, norm_type, norm_weight) -> None:
-    if (query is None) == (scores is None):
-        got = "neither" if query is None else "both"
-        raise ValueError(f"depth_attention: expected either query or scores, got {got}")
-    checks.choice("depth_attention", NORMS, norm_type=norm_type)
-    if norm_weight is not None and (query is None or norm_type is None):
-        raise ValueError("depth_attention: norm_weight needs a query and norm_type='rms'")
-    if query is None:
-        return
-    dim = first.shape[-1]
-    checks.tensor("depth_attention", "query", query)
+def _check_query(first: Tensor, query: Tensor, norm_weight: Tensor | None) -> None:
+    op, dim = "depth_attention", first.shape[-1]
+    checks.tensor(op, "query", query)
+    shape = tuple(query.shape)
     if query.dim() > 2 or query.shape[-1] != dim or query.numel() == 0:
-        raise ValueError(
-            f"depth_attention: query must be ({dim},) or (H, {dim}) with H >= 1, "
-            f"got {tuple(query.shape)}"
-        )
-    checks.parameter("depth_attention", "query", query, tuple(query.shape), first.device)
+        raise ValueError(f"{op}: query must be ({dim},) or (H, {dim}) with H >= 1, got {shape}")
+    checks.parameter(op, "query", query, shape, first.device)
     if norm_weight is not None:
-        checks.tensor("depth_attention", "norm_weight", norm_weight)
-        shape = tuple(query.shape) if norm_weight.dim() == query.dim() else (dim,)
-        checks.parameter("depth_attention", "norm_weight", norm_weight, shape, first.device)
+        checks.tensor(op, "norm_weight", norm_weight)
+        shape = shape if norm_weight.dim() == query.dim() else (dim,)
+        checks.parameter(op, "norm_weight", norm_weight, shape, first.device)
 
 
 def _check_scores(sources: list[Tensor], scores: Tensor) -> None:
@@ -150,30 +122,6 @@ def _check_scores(sources: list[Tensor], scores: Tensor) -> None:
     checks.parameter("depth_attention", "scores", scores, shape, first.device)
 
 
-@overload
-def depth_attention(
-    sources: Sequence[Tensor],
-    query: Tensor | None = ...,
-    *,
-    scores: Tensor | None = ...,
-    norm_type: str | None = ...,
-    norm_weight: Tensor | None = ...,
-    eps: float = ...,
-    return_lse: Literal[False] = False,
-    backend: str | None = ...,
-) -> Tensor: ...
-@overload
-def depth_attention(
-    sources: Sequence[Tensor],
-    query: Tensor | None = ...,
-    *,
-    scores: Tensor | None = ...,
-    norm_type: str | None = ...,
-    norm_weight: Tensor | None = ...,
-    eps: float = ...,
-    return_lse: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
 def depth_attention(
     sources: Sequence[Tensor],
     query: Tensor | None = None,
@@ -184,7 +132,7 @@ def depth_attention(
     eps: float = 1e-6,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention over layers, ``out_h = sum_k softmax_k(s_kh) v_k`` for each token separately.
 
     ``s_kh = query_h . RMSNorm(v_k)``, or s is ``scores``. The op reads the sources once, without a
@@ -219,17 +167,24 @@ def depth_attention(
     Source: Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, 2018;
     Kimi Team, Attention Residuals, 2026; the online softmax of Milakov, Gimelshein 2018.
     """
-    sources = common.checked_sources("depth_attention", "sources", sources)
+    op = "depth_attention"
+    sources = common.checked_sources(op, "sources", sources)
     first = sources[0]
-    checks.eps("depth_attention", eps)
-    checks.flag("depth_attention", return_lse=return_lse)
-    _check_query(first, query, scores, norm_type, norm_weight)
+    checks.eps(op, eps)
+    checks.flag(op, return_lse=return_lse)
+    if (query is None) == (scores is None):
+        got = "neither" if query is None else "both"
+        raise ValueError(f"{op}: expected either query or scores, got {got}")
+    checks.choice(op, NORMS, norm_type=norm_type)
+    if norm_weight is not None and (query is None or norm_type is None):
+        raise ValueError(f"{op}: norm_weight needs a query and norm_type='rms'")
     if query is None:
         _check_scores(sources, scores)
         one_hop = scores.dim() == first.dim()
         s = scores.unsqueeze(-1) if one_hop else scores
         out, lse = _depth_attention(sources, None, s, False, eps, backend)
     else:
+        _check_query(first, query, norm_weight)
         one_hop = query.dim() == 1
         # The norm's weight is multiplied into the query: q . (w * n) = (q * w) . n.
         if norm_weight is not None:

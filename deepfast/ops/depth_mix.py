@@ -4,33 +4,30 @@ One sum has launches of its own. Several sums of the same sources use those of a
 whose scores are then the weights, without a softmax.
 """
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.depth_attention import launch_operands
-from deepfast.ops.register import gradients, register
+from deepfast.ops.depth_attention import launch_operands, source_grads
+from deepfast.ops.register import Op
 from deepfast.reference.depth_mix import depth_mix as reference
 
 
-def _launch_operands(a, mean, rstd):
+def _launch_operands(a, mean: Tensor, rstd: Tensor) -> tuple[Any, dict]:
     """The launches of the backend, and the operands that forward and backward share: the sources
     as rows (T, D), the parameters as kernels read them, the statistics (K, T) of a norm."""
-    first = a.sources[0]
-    _, launch = backends.choose("depth_mix", a.backend, first.device, first.dtype, first.shape[-1])
-    rows = [common.rows(s) for s in a.sources]
-    names, norm = ("weight", "norm_weight", "norm_bias"), _has_norm(a)
-    shared = {name: common.parameter(getattr(a, name), first.dtype) for name in names}
-    if norm:
-        shape = len(rows), rows[0].shape[0]
-        shared |= {"mean": mean.view(shape), "rstd": rstd.view(shape)}
-    return launch, {"sources": rows, "norm": norm} | shared
+    first, names = a.sources[0], ("weight", "norm_weight", "norm_bias")
+    launch = common.launches("depth_mix", a.backend, first, first.shape[-1])
+    shared: dict[str, Any] = {"sources": [common.rows(s) for s in a.sources], "norm": _has_norm(a)}
+    shared |= {name: common.parameter(getattr(a, name), first.dtype) for name in names}
+    if _has_norm(a):
+        shared |= {"mean": mean.view(len(a.sources), -1), "rstd": rstd.view(len(a.sources), -1)}
+    return launch, shared
 
 
 def _has_norm(a) -> bool:
@@ -38,72 +35,49 @@ def _has_norm(a) -> bool:
 
 
 def _forward(a):
-    out, mean, rstd = _fake(a)
+    first, dtype = a.sources[0], compute_dtype(a.sources[0].dtype)
+    out = first.new_empty(first.shape)
+    # mean and rstd have one number for each source and token.
+    mean = first.new_empty((len(a.sources), *first.shape[:-1]) if _has_norm(a) else 0, dtype=dtype)
+    rstd = torch.empty_like(mean)
     launch, shared = _launch_operands(a, mean, rstd)
     launch.depth_mix_forward(**shared, eps=a.eps, out=common.rows(out))
     return out, mean, rstd
 
 
-def _fake(a):
-    first = a.sources[0]
-    # mean and rstd have one number for each source and token.
-    shape = (len(a.sources), *first.shape[:-1]) if _has_norm(a) else (0,)
-    mean = first.new_empty(shape, dtype=compute_dtype(first.dtype))
-    return first.new_empty(first.shape), mean, torch.empty_like(mean)
-
-
 def _grad_forward(a):
     launch, shared = _launch_operands(a, a.mean, a.rstd)
-    results = dsources, dweight, dnorm_weight, dnorm_bias = _grad_fake(a)
-    launch.depth_mix_backward(
-        **shared, dout=common.rows(a.dout), dsources=list(map(common.rows, dsources)),
-        dweight=dweight, dnorm_weight=dnorm_weight, dnorm_bias=dnorm_bias,
-    )  # fmt: skip
-    return results
-
-
-def _grad_fake(a):
-    first, (want_sources, *wants) = a.sources[0], a.wants
-    dtype = compute_dtype(first.dtype)
-    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
-    params = (
-        first.new_empty(p.shape, dtype=dtype) if want else None
-        for p, want in zip((a.weight, a.norm_weight, a.norm_bias), wants, strict=True)
-    )
-    return dsources, *params
+    names, (want_sources, *wants) = ("weight", "norm_weight", "norm_bias"), a.wants
+    dsources, rows = source_grads(a.sources, want_sources)
+    grads = {
+        f"d{name}": torch.empty_like(shared[name]) if want else None
+        for name, want in zip(names, wants, strict=True)
+    }
+    launch.depth_mix_backward(**shared, dout=common.rows(a.dout), dsources=rows, **grads)
+    return dsources, *grads.values()
 
 
 def _flops(a) -> int:
     # Each element of each source is multiplied by its weight and added.
-    return 2 * len(a.sources) * math.prod(a.sources[0])
+    return 2 * len(a.sources) * a.sources[0].numel()
 
 
-_depth_mix_grad = register(
+_depth_mix_grad = Op(
     "depth_mix_grad(Tensor[] sources, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor mean, Tensor rstd, Tensor dout, bool[] wants, str? backend) "
     "-> (Tensor[] dsources, Tensor dweight, Tensor dnorm_weight, Tensor dnorm_bias)",
     _grad_forward,
-    fake=_grad_fake,
     # The products with the output's gradient, for the sources and for the weight.
     flops=lambda a: 2 * _flops(a),
 )
 
 
-def _setup(ctx, a, results):
-    return {
-        "sources": a.sources, "weight": a.weight, "norm_weight": a.norm_weight,
-        "norm_bias": a.norm_bias, "mean": results.mean, "rstd": results.rstd, "backend": a.backend,
-    }  # fmt: skip
-
-
-_depth_mix = register(
+_depth_mix = Op(
     "depth_mix(Tensor[] sources, Tensor weight, Tensor? norm_weight, Tensor? norm_bias, "
     "float eps, str? backend) -> (Tensor out, Tensor mean, Tensor rstd)",
     _forward,
-    fake=_fake,
     flops=_flops,
-    setup=_setup,
-    backward=lambda ctx, kept, grads: gradients(_depth_mix_grad, ctx, kept, dout=grads.out),
+    grad=_depth_mix_grad,
     plain=lambda a: (
         reference(a.sources, a.weight, norm_weight=a.norm_weight, norm_bias=a.norm_bias, eps=a.eps),
     ),
@@ -114,54 +88,40 @@ _depth_mix = register(
 # ---- several sums of the same sources ------------------------------------------------------------
 
 
-def _sums_fake(a):
-    first = a.sources[0]
-    return first.new_empty((*first.shape[:-1], a.weight.shape[-1], first.shape[-1]))
-
-
 def _sums_forward(a):
-    out = _sums_fake(a)
-    launch, sources, _, scores = launch_operands(a.sources, None, a.weight, a.backend)
-    launch.depth_attention_forward(
-        sources=sources, scores=scores, norm=False, eps=0.0, out=out.view(-1, out.shape[-1])
-    )
+    launch, shared = launch_operands(a.sources, None, a.weight, a.backend)
+    *lead, dim = a.sources[0].shape
+    out = a.sources[0].new_empty(*lead, a.weight.shape[-1], dim)
+    launch.depth_attention_forward(**shared, norm=False, eps=0.0, out=out.view(-1, dim))
     return out
 
 
-def _sums_grad_fake(a):
-    first, (want_sources, want_weight) = a.sources[0], a.wants
-    dsources = [common.empty_contiguous(s) for s in a.sources if want_sources]
-    dtype = compute_dtype(first.dtype)
-    return dsources, first.new_empty(a.weight.shape, dtype=dtype) if want_weight else None
-
-
 def _sums_grad_forward(a):
-    results = dsources, dweight = _sums_grad_fake(a)
-    launch, sources, _, scores = launch_operands(a.sources, None, a.weight, a.backend)
-    dscores = None if dweight is None else dweight.view(scores.shape)
+    launch, shared = launch_operands(a.sources, None, a.weight, a.backend)
+    want_sources, want_weight = a.wants
+    dsources, rows = source_grads(a.sources, want_sources)
+    dtype = compute_dtype(a.dout.dtype)
+    dweight = a.dout.new_empty(a.weight.shape, dtype=dtype) if want_weight else None
+    dscores = None if dweight is None else dweight.view(shared["scores"].shape)
     launch.depth_attention_backward(
-        sources=sources, scores=scores, norm=False, eps=0.0, dout=common.rows(a.dout),
-        dsources=list(map(common.rows, dsources)), dscores=dscores,
-    )  # fmt: skip
-    return results
+        **shared, norm=False, eps=0.0, dout=common.rows(a.dout), dsources=rows, dscores=dscores
+    )
+    return dsources, dweight
 
 
-_depth_mix_sums_grad = register(
+_depth_mix_sums_grad = Op(
     "depth_mix_sums_grad(Tensor[] sources, Tensor weight, Tensor dout, bool[] wants, "
     "str? backend) -> (Tensor[] dsources, Tensor dweight)",
     _sums_grad_forward,
-    fake=_sums_grad_fake,
-    flops=lambda a: 2 * a.weight[-1] * _flops(a),
+    flops=lambda a: 2 * a.weight.shape[-1] * _flops(a),
 )
 
 
-_depth_mix_sums = register(
+_depth_mix_sums = Op(
     "depth_mix_sums(Tensor[] sources, Tensor weight, str? backend) -> Tensor",
     _sums_forward,
-    fake=_sums_fake,
-    flops=lambda a: a.weight[-1] * _flops(a),
-    setup=lambda ctx, a, results: a._asdict(),
-    backward=lambda ctx, kept, grads: gradients(_depth_mix_sums_grad, ctx, kept, dout=grads.out),
+    flops=lambda a: a.weight.shape[-1] * _flops(a),
+    grad=_depth_mix_sums_grad,
     plain=lambda a: reference(a.sources, a.weight),
 )
 

@@ -1,7 +1,5 @@
 """The layer-norm and the feed-forward block as one op, which chooses what to save for backward."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from deepfast import checks
 from deepfast.ops import common, norm
 from deepfast.ops.activation import activation_grad, activation_op, compute, compute_grad
-from deepfast.ops.register import register
+from deepfast.ops.register import Op
 from deepfast.reference.activation import KINDS, activation
 
 
@@ -17,7 +15,7 @@ def _forward(a):
     n, s, mean, rstd = norm.compute(a)
     h = _up(a, n)
     if not a.want_norm:
-        n = a.x.new_empty(0)
+        n = None
     hidden = h if _in_product(a) else _activate(a, h)
     kept = a.x.new_empty(0) if not a.keep else hidden if a.activation == "relu" else h
     return F.linear(hidden, a.down, a.down_bias), s, n, mean, rstd, kept
@@ -47,65 +45,45 @@ def _activate(a, h):
     return compute(activation_op.operands(*given), inplace=a.activation == "relu")
 
 
-def _fake(a):
-    y, s, mean, rstd = norm.empty_results(a)
-    out = a.x.new_empty((*a.x.shape[:-1], a.down.shape[0]))
-    kept = a.x.new_empty((*a.x.shape[:-1], a.up.shape[0]) if a.keep else 0)
-    return out, s, y if a.want_norm else a.x.new_empty(0), mean, rstd, kept
-
-
 def _grad_forward(a):
-    want, dn = _feed_forward_grad.results._make(a.wants), a.dn
-    if a.dout is None:
-        products = _empty_products(a, want, a.sum.new_zeros)
-    else:
-        relu, lean, kept, n = a.activation == "relu", a.kept.numel() == 0, a.kept, None
-        if lean or want.dup:
-            n = norm.recomputed(a)
-        if lean:
-            kept = _up(a, n)
-        hidden = kept if relu and (_in_product(a) or not lean) else _activate(a, kept)
-        down = common.linear_grads(a.dout, hidden, want.ddown, want.ddown_bias)
-        if relu:
-            kept = hidden
-        del hidden
-        given = activation_grad.operands(
-            a.dout.matmul(a.down), kept, a.up_bias, a.activation, a.activation_p,
-            a.activation_seed, [True, want.dup_bias], a.backend,
-        )  # fmt: skip
-        dh, dup_bias = compute_grad(given, inplace=True)
-        del kept, given
-        products = common.linear_grads(dh, n, want.dup, False)[0], dup_bias, *down
-        del n
-        through = dh.matmul(a.up)
-        del dh
-        dn = through if dn is None else through.add_(dn)
-    return *norm.compute_grads(a, dn), *products
+    want, relu = _feed_forward_grad.results._make(a.wants), a.activation == "relu"
+    dout = common.zeros_if_missing(a.dout, a.sum, a.down.shape[0])
+    lean, kept = _lean(a), a.kept
+    n = norm.recomputed(a) if lean or want.dup else None
+    if lean:
+        kept = _up(a, n)
+    hidden = kept if relu and (_in_product(a) or not lean) else _activate(a, kept)
+    ddown, ddown_bias = common.linear_grads(dout, hidden, want.ddown, want.ddown_bias)
+    if relu:
+        kept = hidden
+    del hidden
+    options = a.up_bias, a.activation, a.activation_p, a.activation_seed
+    given = dout.matmul(a.down), kept, *options, [True, want.dup_bias], a.backend
+    dh, dup_bias = compute_grad(activation_grad.operands(*given), inplace=True)
+    del kept, given
+    dup, _ = common.linear_grads(dh, n, want.dup, False)
+    del n
+    dn = dh.matmul(a.up) if a.dn is None else dh.matmul(a.up).add_(a.dn)
+    del dh
+    return *norm.compute_grads(a, dn), dup, dup_bias, ddown, ddown_bias
 
 
-def _empty_products(a, want, make):
-    """dup, dup_bias, ddown and ddown_bias, each None where its entry of ``want`` is False."""
-    dup = make(a.up.shape) if want.dup else None
-    dup_bias = make(a.up.shape[0], dtype=a.rstd.dtype) if want.dup_bias else None
-    ddown = make(a.down.shape) if want.ddown else None
-    return dup, dup_bias, ddown, make(a.down.shape[0]) if want.ddown_bias else None
+def _lean(a) -> bool:
+    """Whether the hidden activation was not kept."""
+    return list(a.kept.shape) == [0]
 
 
-def _grad_fake(a):
-    want = _feed_forward_grad.results._make(a.wants)
-    return *norm.empty_grads(a), *_empty_products(a, want, a.sum.new_empty)
-
-
-def _products_flops(x, up, down) -> int:
-    return 2 * math.prod(x) * (up[0] + down[0] * up[0] // x[-1])
+def _flops(x, a) -> int:
+    """Of both products. x: (..., D)."""
+    return 2 * x.numel() * a.up.shape[0] // x.shape[-1] * (x.shape[-1] + a.down.shape[0])
 
 
 def _grad_flops(a) -> int:
-    recomputed = 2 * math.prod(a.sum) * a.up[0] if list(a.kept) == [0] else 0
-    return recomputed + 2 * _products_flops(a.sum, a.up, a.down)
+    recomputed = 2 * a.sum.numel() * a.up.shape[0] if _lean(a) else 0
+    return recomputed + 2 * _flops(a.sum, a)
 
 
-_feed_forward_grad = register(
+_feed_forward_grad = Op(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
     "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? mean, Tensor rstd, "
     "Tensor kept, float eps, bool rms, float dropout_p, Tensor? seed, str activation, "
@@ -113,46 +91,36 @@ _feed_forward_grad = register(
     "Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, "
     "Tensor ddown, Tensor ddown_bias)",
     _grad_forward,
-    fake=_grad_fake,
     flops=_grad_flops,
 )
 
 
 def _plain(a):
     n, s = norm.plain_norm(a)
-    h = F.linear(n, a.up)
-    h = activation(
-        h, a.activation, bias=a.up_bias, dropout_p=a.activation_p, seed=a.activation_seed
-    )
-    return F.linear(h, a.down, a.down_bias), s, n
+    options = {"bias": a.up_bias, "dropout_p": a.activation_p, "seed": a.activation_seed}
+    hidden = activation(F.linear(n, a.up), a.activation, **options)
+    return F.linear(hidden, a.down, a.down_bias), s, n
 
 
-def _setup(ctx, a, results):
-    ctx.want_norm = a.want_norm
-    return norm.kept_to_recompute(ctx, a, results) | {
-        "up": a.up, "up_bias": common.detached(a.up_bias), "down": a.down, "kept": results.kept,
-        "activation": a.activation, "activation_p": a.activation_p,
-        "activation_seed": a.activation_seed,
-    }  # fmt: skip
+def _setup(ctx, a, results) -> dict:
+    of_norm = norm.setup_to_recompute(ctx, a, results)
+    if not a.want_norm:
+        ctx.uncounted.append(results._fields.index("n"))
+    return of_norm | {"up_bias": common.detached(a.up_bias)}
 
 
-def _backward(ctx, kept, grads):
-    dn = grads.n if ctx.want_norm else None
-    return norm.norm_gradients(_feed_forward_grad, ctx, kept, grads.sum, dout=grads.out, dn=dn)
-
-
-_feed_forward = register(
+_feed_forward = Op(
     "feed_forward(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor up, "
     "Tensor? up_bias, Tensor down, Tensor? down_bias, float eps, bool rms, float dropout_p, "
     "Tensor? seed, str activation, float activation_p, Tensor? activation_seed, bool keep, "
     "bool want_norm, str? backend) -> (Tensor out, Tensor sum, Tensor n, Tensor mean, "
     "Tensor rstd, Tensor kept)",
     _forward,
-    fake=_fake,
-    flops=lambda a: _products_flops(a.x, a.up, a.down),
+    flops=lambda a: _flops(a.x, a),
     cast=("x", "residual", "up", "down", "down_bias"),
+    grad=_feed_forward_grad,
     setup=_setup,
-    backward=_backward,
+    backward=norm.backward,
     plain=_plain,
     public=3,
 )
@@ -219,37 +187,31 @@ def feed_forward(
     Source: Vaswani et al., Attention Is All You Need, 2017; what is recomputed as in Chen et al.,
     Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    name = "feed_forward"
-    checks.choice(name, norm.TYPES, norm_type=norm_type)
-    rms = norm_type == "rms"
-    x, residual, dim = norm.check(
-        name, x, residual, (norm_weight, norm_bias, eps, rms), prefix="norm_"
-    )
-    checks.probability(name, dropout_p)
-    checks.choice(name, KINDS, activation=activation)
-    checks.probability(name, activation_dropout_p, argument="activation_dropout_p")
-    checks.flag(name, training=training, recompute=recompute, return_norm=return_norm)
+    op = "feed_forward"
+    checks.choice(op, norm.TYPES, norm_type=norm_type)
+    checks.choice(op, KINDS, activation=activation)
+    norm_operands = norm_weight, norm_bias, eps, norm_type == "rms"
+    x, residual = norm.check(op, x, residual, norm_operands, prefix="norm_")
+    p = common.probability(op, dropout_p, training)
+    q = common.probability(op, activation_dropout_p, training, argument="activation_dropout_p")
+    checks.flag(op, recompute=recompute, return_norm=return_norm)
     names = "up_weight", "F", "up_bias"
-    up_weight, _ = common.linear_operands(name, x, dim, names, up_weight, None)
-    checks.parameter(name, "up_bias", up_bias, (up_weight.shape[0],), x.device)
-    names = "down_weight", "N", "down_bias"
-    down_weight, down_bias = common.linear_operands(
-        name, x, up_weight.shape[0], names, down_weight, down_bias
-    )
-    p, q = (dropout_p, activation_dropout_p) if training else (0.0, 0.0)
-    seed = common.draw_seed(name, seed, x.device) if p > 0 else None
+    up_weight, _ = common.linear_operands(op, x, x.shape[-1], names, up_weight, None)
+    width = up_weight.shape[0]
+    checks.parameter(op, "up_bias", up_bias, (width,), x.device)
+    names, down = ("down_weight", "N", "down_bias"), (down_weight, down_bias)
+    down = common.linear_operands(op, x, width, names, *down)
+    seed = common.draw_seed(op, seed, x.device) if p > 0 else None
+    seed_of_activation = None
     if q > 0:
-        activation_seed = common.draw_seed(
-            name, activation_seed, x.device, argument="activation_seed"
+        seed_of_activation = common.draw_seed(
+            op, activation_seed, x.device, argument="activation_seed"
         )
-    else:
-        activation_seed = None
+    parameters = norm_weight, norm_bias, up_weight, up_bias, *down
+    options = eps, norm_type == "rms", p, seed, activation, q, seed_of_activation
     out, total, n = _feed_forward(
-        x=x, residual=residual, norm_weight=norm_weight, norm_bias=norm_bias, up=up_weight,
-        up_bias=up_bias, down=down_weight, down_bias=down_bias, eps=eps, rms=rms, dropout_p=p,
-        seed=seed, activation=activation, activation_p=q, activation_seed=activation_seed,
-        keep=not recompute, want_norm=return_norm, backend=backend,
-    )  # fmt: skip
+        x, residual, *parameters, *options, not recompute, return_norm, backend
+    )
     if return_norm:
         return out, n
     return out, x if residual is None and p == 0 else total

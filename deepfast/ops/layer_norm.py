@@ -16,16 +16,9 @@ def normalise(
     norm: weight, bias, eps, and whether it is an RMS norm.
     """
     common.reverse_mode_only(op)
-    x, residual, _ = check(op, x, residual, norm, cast=common.alike)
+    x, residual = check(op, x, residual, norm, cast=common.promoted)
     seed = common.draw_seed(op, seed, x.device) if dropout_p > 0 else None
     return registered(x, residual, *norm, dropout_p, seed, backend)
-
-
-def probability(op: str, dropout_p: float, training: bool) -> float:
-    """The probability of dropout: 0 outside of training."""
-    checks.probability(op, dropout_p)
-    checks.flag(op, training=training)
-    return dropout_p if training else 0.0
 
 
 def layer_norm(
@@ -94,7 +87,7 @@ def add_layer_norm(
     """
     op = "add_layer_norm"
     checks.tensor(op, "residual", residual)
-    p = probability(op, dropout_p, training)
+    p = common.probability(op, dropout_p, training)
     return normalise(op, x, residual, (weight, bias, eps, False), p, seed, backend)
 
 
@@ -143,5 +136,5 @@ def add_rms_norm(
     """
     op = "add_rms_norm"
     checks.tensor(op, "residual", residual)
-    p = probability(op, dropout_p, training)
+    p = common.probability(op, dropout_p, training)
     return normalise(op, x, residual, (weight, None, eps, True), p, seed, backend)

@@ -1,8 +1,7 @@
 """Projection to the vocabulary and cross entropy in chunks of tokens, without the logits."""
 
-import math
 from collections.abc import Iterator
-from typing import Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import register
+from deepfast.ops.register import Op
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 from deepfast.reference.linear_cross_entropy import logits_dtype, project
 
@@ -128,6 +127,7 @@ def _forward(a):
     if T == 0:
         dweight.zero_(), dbias.zero_()
     write_grad = a.want_dhidden or a.want_dweight or a.want_dbias
+    options = {"label_smoothing": a.label_smoothing, "ignore_index": a.ignore_index}
     for start in range(0, T, max(chunk, 1)):
         part = slice(start, start + chunk)
         h = rows[part]
@@ -138,9 +138,8 @@ def _forward(a):
             # The launch may write gradients over the logits.
             correct += (logits.argmax(1) == target[part]).sum()
         launch.cross_entropy(
-            logits=logits, target=target[part], label_smoothing=a.label_smoothing,
-            ignore_index=a.ignore_index, write_grad=write_grad, loss=loss, nll=nll,
-        )  # fmt: skip
+            logits=logits, target=target[part], **options, write_grad=write_grad, loss=loss, nll=nll
+        )
         if write_grad and wide != dtype:
             # Products of gradients, which are in [-1, 1], are in 16 bits.
             logits = narrow[: h.shape[0]].copy_(logits)
@@ -159,10 +158,9 @@ def _forward(a):
 
 def _plain(a):
     weight, bias = (None if p is None else p.to(a.hidden.dtype) for p in (a.weight, a.bias))
-    loss, nll = reference(
-        a.hidden, weight, a.target, bias=bias, label_smoothing=a.label_smoothing,
-        ignore_index=a.ignore_index, reduction="mean" if a.mean else "sum",
-    )  # fmt: skip
+    options = {"label_smoothing": a.label_smoothing, "ignore_index": a.ignore_index}
+    reduction = "mean" if a.mean else "sum"
+    loss, nll = reference(a.hidden, weight, a.target, bias=bias, reduction=reduction, **options)
     return loss, nll, (project(a.hidden, weight, bias).argmax(-1) == a.target).sum()
 
 
@@ -180,7 +178,7 @@ def _fake(a):
 
 
 def _flops(a) -> int:
-    return 2 * (1 + a.want_dhidden + a.want_dweight) * math.prod(a.hidden) * a.weight[0]
+    return 2 * (1 + a.want_dhidden + a.want_dweight) * a.hidden.numel() * a.weight.shape[0]
 
 
 def _may_overwrite(ctx, factor: Tensor) -> bool:
@@ -212,25 +210,23 @@ def _setup(ctx, a, results):
     ctx.mark_non_differentiable(*results[1:])
     # A hook on saved tensors may keep references to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    parameters = {"hidden": a.hidden, "weight": a.weight, "bias": a.bias}
-    return {
-        "hidden": results.dhidden, "weight": results.dweight, "bias": results.dbias,
-        "scale": results.scale,
-        "dtypes": {name: None if x is None else x.dtype for name, x in parameters.items()},
-    }  # fmt: skip
+    operands = {"hidden": a.hidden, "weight": a.weight, "bias": a.bias}
+    grads = {name: getattr(results, f"d{name}") for name in operands}
+    ctx.dtypes = {name: None if x is None else x.dtype for name, x in operands.items()}
+    return grads | {"scale": results.scale}
 
 
-def _backward(ctx, kept, grads):
-    factor, dtypes = grads.loss * kept.pop("scale"), kept.pop("dtypes")
+def _backward(op, ctx, kept, grads):
+    factor = grads.loss * kept.pop("scale")
     overwrite = _may_overwrite(ctx, factor)
     return {
-        name: _scaled(grad, factor, dtypes[name], overwrite)
+        name: _scaled(grad, factor, ctx.dtypes[name], overwrite)
         for name, grad in kept.items()
         if getattr(ctx.needs, name)
     }
 
 
-_linear_cross_entropy = register(
+_linear_cross_entropy = Op(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "float label_smoothing, int ignore_index, bool mean, int? chunk, bool want_dhidden, "
     "bool want_dweight, bool want_dbias, bool count_correct, str? backend) "
@@ -248,17 +244,13 @@ _linear_cross_entropy = register(
 )
 
 
-def _check(
-    x, linear_weight, linear_bias, target, label_smoothing, ignore_index, reduction, chunk_size
-) -> None:
-    op = "linear_cross_entropy"
-    checks.tensor(op, "x", x)
-    checks.tensor(op, "linear_weight", linear_weight)
-    dim, device = x.shape[-1], x.device
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != dim or linear_weight.shape[0] == 0:
-        shape = tuple(linear_weight.shape)
+def _check(x, weight, bias, target) -> None:
+    op, dim = "linear_cross_entropy", x.shape[-1]
+    checks.tensor(op, "linear_weight", weight)
+    shape = tuple(weight.shape)
+    if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
         raise ValueError(f"{op}: linear_weight must be (V, {dim}) with V >= 1, got {shape}")
-    checks.parameter(op, "linear_bias", linear_bias, (linear_weight.shape[0],), device)
+    checks.parameter(op, "linear_bias", bias, shape[:1], x.device)
     if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
     if target.layout != torch.strided:
@@ -268,9 +260,13 @@ def _check(
             f"{op}: target must be torch.int64 {tuple(x.shape[:-1])}, got {target.dtype} "
             f"{tuple(target.shape)}"
         )
-    for name, p in (("linear_weight", linear_weight), ("target", target)):
-        if p.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, got {p.device}")
+    for name, p in (("linear_weight", weight), ("target", target)):
+        if p.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device}, got {p.device}")
+
+
+def _check_options(label_smoothing, ignore_index, reduction, chunk_size) -> None:
+    op = "linear_cross_entropy"
     checks.probability(op, label_smoothing, argument="label_smoothing")
     checks.choice(op, REDUCTIONS, reduction=reduction)
     # Triton takes an integer of 32 bits and one of 64 in different kernels.
@@ -283,51 +279,6 @@ def _check(
         raise ValueError(f"{op}: chunk_size must be None or at least 1, got {chunk_size}")
 
 
-@overload
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = ...,
-    label_smoothing: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    chunk_size: int | None = ...,
-    return_nll: Literal[False] = False,
-    return_correct: Literal[False] = False,
-    backend: str | None = ...,
-) -> Tensor: ...
-@overload
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = ...,
-    label_smoothing: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    chunk_size: int | None = ...,
-    return_nll: Literal[True],
-    return_correct: bool = False,
-    backend: str | None = ...,
-) -> tuple[Tensor, ...]: ...
-@overload
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = ...,
-    label_smoothing: float = ...,
-    ignore_index: int = ...,
-    reduction: str = ...,
-    chunk_size: int | None = ...,
-    return_nll: bool = False,
-    return_correct: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, ...]: ...
 def linear_cross_entropy(
     x: Tensor,
     linear_weight: Tensor,
@@ -341,7 +292,7 @@ def linear_cross_entropy(
     return_nll: bool = False,
     return_correct: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """Cross entropy of the linear map ``x W^T + b`` against ``target``, without storing all logits.
 
     ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
@@ -386,25 +337,23 @@ def linear_cross_entropy(
     Source: Szegedy et al., Rethinking the Inception Architecture, 2016, for label smoothing; the
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
-    _check(
-        x, linear_weight, linear_bias, target, label_smoothing, ignore_index, reduction, chunk_size
-    )
-    checks.flag("linear_cross_entropy", return_nll=return_nll, return_correct=return_correct)
+    op = "linear_cross_entropy"
+    checks.tensor(op, "x", x)
+    _check(x, linear_weight, linear_bias, target)
+    _check_options(label_smoothing, ignore_index, reduction, chunk_size)
+    checks.flag(op, return_nll=return_nll, return_correct=return_correct)
     (x,) = common.autocast(x)
     for name, p in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         dtype = x.dtype if p is None else p.dtype
         master = dtype == torch.float32 and x.dtype.itemsize == 2
         if dtype != x.dtype and not master:
-            raise ValueError(f"linear_cross_entropy: {name} must be {x.dtype}, got {dtype}")
+            raise ValueError(f"{op}: {name} must be {x.dtype}, got {dtype}")
+    given = x, linear_weight, linear_bias
     differentiate = torch.is_grad_enabled()
+    wants = [differentiate and p is not None and p.requires_grad for p in given]
+    options = label_smoothing, ignore_index, reduction == "mean", chunk_size
     loss, nll, correct = _linear_cross_entropy(
-        hidden=x, weight=linear_weight, bias=linear_bias, target=target,
-        label_smoothing=label_smoothing, ignore_index=ignore_index, mean=reduction == "mean",
-        chunk=chunk_size,
-        want_dhidden=differentiate and x.requires_grad,
-        want_dweight=differentiate and linear_weight.requires_grad,
-        want_dbias=differentiate and linear_bias is not None and linear_bias.requires_grad,
-        count_correct=return_correct, backend=backend,
-    )  # fmt: skip
+        *given, target, *options, *wants, return_correct, backend
+    )
     more = (*((nll,) if return_nll else ()), *((correct,) if return_correct else ()))
     return (loss, *more) if more else loss

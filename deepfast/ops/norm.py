@@ -6,11 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, no_flops, register
+from deepfast.ops.register import Op, gradients
 from deepfast.reference.layer_norm import layer_norm as reference
 
 TYPES = ("layer", "rms")
@@ -19,31 +18,37 @@ TYPES = ("layer", "rms")
 
 def compute(a):
     """y, sum, mean and rstd of an op that begins with a norm of ``residual + dropout(x)``, without
-    autograd. sum is empty where it equals x, and mean with ``rms``.
+    autograd. sum is None where it equals x, and mean with ``rms``.
 
     a: the op's operands; of the norm they are those of the op layer_norm below.
     """
-    x, (y, sum, mean, rstd) = common.rows(a.x), empty_results(a)
-    _, launch = backends.choose("layer_norm", a.backend, x.device, x.dtype, x.shape[-1])
-    launch.layer_norm_forward(
-        x=x, residual=common.rows(a.residual), weight=common.parameter(a.norm_weight, x.dtype),
-        bias=common.parameter(a.norm_bias, x.dtype), eps=a.eps, rms=a.rms, dropout_p=a.dropout_p,
-        seed=a.seed, sum=common.rows(sum), y=common.rows(y), mean=mean, rstd=rstd,
-    )  # fmt: skip
+    x = common.rows(a.x)
+    # Results are allocated in x's shape: the caller could not modify a view in place.
+    y = common.empty_contiguous(a.x)
+    sum = torch.empty_like(y) if _changed(a) else None
+    rstd = y.new_empty(y.numel() // y.shape[-1], dtype=compute_dtype(y.dtype))
+    mean = None if a.rms else torch.empty_like(rstd)
+    # One by one, here and in backward: a dictionary would cost a small call 5% of its time.
+    common.launches("layer_norm", a.backend, x, x.shape[-1]).layer_norm_forward(
+        x=x,
+        residual=common.rows(a.residual),
+        weight=common.parameter(a.norm_weight, x.dtype),
+        bias=common.parameter(a.norm_bias, x.dtype),
+        eps=a.eps,
+        rms=a.rms,
+        dropout_p=a.dropout_p,
+        seed=a.seed,
+        sum=common.rows(sum),
+        y=common.rows(y),
+        mean=mean,
+        rstd=rstd,
+    )
     return y, sum, mean, rstd
 
 
 def _changed(a) -> bool:
     """Whether the sum is not x itself."""
     return a.residual is not None or a.dropout_p > 0
-
-
-def empty_results(a):
-    # Results are allocated in x's shape: the caller could not modify a view in place.
-    y = common.empty_contiguous(a.x)
-    sum = torch.empty_like(y) if _changed(a) else None
-    rstd = y.new_empty(y.numel() // y.shape[-1], dtype=compute_dtype(y.dtype))
-    return y, sum, None if a.rms else torch.empty_like(rstd), rstd
 
 
 def recomputed(a):
@@ -57,93 +62,82 @@ def compute_grads(a, dy):
 
     a: the operands of the op's gradient, see `layer_norm_grad` below.
     """
-    sum, results = common.rows(a.sum), empty_grads(a)
-    dx, dresidual, dweight, dbias = results
-    _, launch = backends.choose("layer_norm", a.backend, sum.device, sum.dtype, sum.shape[-1])
-    launch.layer_norm_backward(
-        sum=sum, dy=torch.zeros_like(sum) if dy is None else common.rows(dy),
-        dsum=common.rows(a.dsum), weight=common.parameter(a.norm_weight, sum.dtype), rms=a.rms,
-        mean=None if a.rms else a.mean, rstd=a.rstd, dropout_p=a.dropout_p, seed=a.seed,
-        dx=common.rows(dx), dresidual=common.rows(dresidual), dweight=dweight, dbias=dbias,
-    )  # fmt: skip
-    return results
-
-
-def empty_grads(a):
-    s, (want_x, want_residual, want_weight, want_bias, *_) = a.sum, a.wants
-    return (
-        common.empty_contiguous(s) if want_x else None,
-        common.empty_contiguous(s) if want_residual else None,
-        a.rstd.new_empty(s.shape[-1]) if want_weight else None,
-        a.rstd.new_empty(s.shape[-1]) if want_bias else None,
+    sum, (want_x, want_residual, want_weight, want_bias, *_) = common.rows(a.sum), a.wants
+    dx = common.empty_contiguous(a.sum) if want_x else None
+    dresidual = common.empty_contiguous(a.sum) if want_residual else None
+    dweight = a.rstd.new_empty(sum.shape[-1]) if want_weight else None
+    dbias = a.rstd.new_empty(sum.shape[-1]) if want_bias else None
+    common.launches("layer_norm", a.backend, sum, sum.shape[-1]).layer_norm_backward(
+        sum=sum,
+        dy=torch.zeros_like(sum) if dy is None else common.rows(dy),
+        dsum=common.rows(a.dsum),
+        weight=common.parameter(a.norm_weight, sum.dtype),
+        rms=a.rms,
+        mean=None if a.rms else a.mean,
+        rstd=a.rstd,
+        dropout_p=a.dropout_p,
+        seed=a.seed,
+        dx=common.rows(dx),
+        dresidual=common.rows(dresidual),
+        dweight=dweight,
+        dbias=dbias,
     )
+    return dx, dresidual, dweight, dbias
 
 
-_layer_norm_grad = register(
+_layer_norm_grad = Op(
     "layer_norm_grad(Tensor sum, Tensor? dy, Tensor? dsum, Tensor? norm_weight, bool rms, "
     "Tensor? mean, Tensor rstd, float dropout_p, Tensor? seed, bool[] wants, str? backend) "
     "-> (Tensor dx, Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias)",
     lambda a: compute_grads(a, a.dy),
-    fake=empty_grads,
-    flops=no_flops,
 )
 
 
-def kept(ctx, a, results) -> dict:
-    """What backward needs of the norm at least. It normalises x itself without residual and
-    dropout."""
-    ctx.changed = _changed(a)
-    return {
-        "sum": results.sum if ctx.changed else a.x, "norm_weight": a.norm_weight, "rms": a.rms,
-        "mean": results.mean, "rstd": results.rstd, "dropout_p": a.dropout_p, "seed": a.seed,
-        "backend": a.backend,
-    }  # fmt: skip
+def setup(ctx, a, results) -> dict:
+    """`Op.setup` of an op that begins with a norm. Without residual and dropout backward normalises
+    x itself, and a gradient of the sum does not count."""
+    ctx.uncounted = [] if _changed(a) else [results._fields.index("sum")]
+    return {} if _changed(a) else {"sum": a.x}
 
 
-def kept_to_recompute(ctx, a, results) -> dict:
+def setup_to_recompute(ctx, a, results) -> dict:
     """The same where backward also recomputes y."""
     parameters = {name: common.detached(getattr(a, name)) for name in ("norm_weight", "norm_bias")}
-    return kept(ctx, a, results) | parameters | {"eps": a.eps}
+    return setup(ctx, a, results) | parameters
 
 
-def norm_gradients(op, ctx, kept: dict, dsum, **grads: Tensor | None) -> dict[str, Tensor]:
-    """`gradients` of an op that begins with a norm.
-
-    dsum: the gradient of the sum; it counts where the sum is not x itself.
-    """
-    dsum = dsum if ctx.changed else None
-    if dsum is None and set(grads.values()) == {None}:
+def backward(op: Op, ctx, kept: dict, grads) -> dict[str, Tensor]:
+    """`Op.backward` of an op that begins with a norm."""
+    grads = list(grads)
+    for place in ctx.uncounted:
+        grads[place] = None
+    if grads[0] is None and all(grad is None for grad in grads):
         return {}
     # Without dropout x and residual have the same gradient, and get the same tensor object. Two
     # views of it would become the .grad of two leaves, which would then share memory.
     shared = kept["dropout_p"] == 0 and ctx.needs.residual
     if shared:
         ctx.needs = ctx.needs._replace(x=True, residual=False)
-    found = gradients(op, ctx, kept, dsum=dsum, **grads)
+    of_operands = gradients(op, ctx, kept, grads)
     if shared:
-        found["residual"] = found["x"]
-    return found
+        of_operands["residual"] = of_operands["x"]
+    return of_operands
 
 
 def plain_norm(a) -> tuple[Tensor, Tensor]:
     """y and sum of an op that begins with a norm, in plain torch."""
-    return reference(
-        a.x, a.norm_weight, a.norm_bias, a.eps, residual=a.residual, dropout_p=a.dropout_p,
-        seed=a.seed, rms=a.rms,
-    )  # fmt: skip
+    dropped = {"residual": a.residual, "dropout_p": a.dropout_p, "seed": a.seed}
+    return reference(a.x, a.norm_weight, a.norm_bias, a.eps, rms=a.rms, **dropped)
 
 
-layer_norm = register(
+layer_norm = Op(
     "layer_norm(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, float eps, "
     "bool rms, float dropout_p, Tensor? seed, str? backend) "
     "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)",
     compute,
-    fake=empty_results,
-    flops=no_flops,
-    setup=kept,
-    backward=lambda ctx, kept, grads: norm_gradients(
-        _layer_norm_grad, ctx, kept, grads.sum, dy=grads.y
-    ),
+    grad=_layer_norm_grad,
+    setup=setup,
+    backward=backward,
     plain=plain_norm,
     public=2,
 )
@@ -157,8 +151,8 @@ def check(
     *,
     prefix: str = "",
     cast: Callable = common.autocast,
-) -> tuple[Tensor, Tensor | None, int]:
-    """Checks the operands of ``op``; returns x and residual, cast for autocast, and D.
+) -> tuple[Tensor, Tensor | None]:
+    """Checks the operands of ``op``; returns x and residual, cast for autocast.
 
     norm: weight, bias, eps, and whether it is an RMS norm.
     prefix: what stands before "weight" and "bias" in the op's names for them.
@@ -171,8 +165,7 @@ def check(
     if residual is not None:
         checks.like(op, "residual", residual, "x", x)
     weight, bias, eps, _ = norm
-    dim = x.shape[-1]
-    checks.parameter(op, f"{prefix}weight", weight, (dim,), x.device)
-    checks.parameter(op, f"{prefix}bias", bias, (dim,), x.device)
+    checks.parameter(op, f"{prefix}weight", weight, (x.shape[-1],), x.device)
+    checks.parameter(op, f"{prefix}bias", bias, (x.shape[-1],), x.device)
     checks.eps(op, eps)
-    return x, residual, dim
+    return x, residual

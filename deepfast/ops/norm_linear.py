@@ -1,14 +1,11 @@
 """Layer normalisation and a linear map as one op, which saves no normalised copy for backward."""
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import checks
 from deepfast.ops import common, norm
-from deepfast.ops.layer_norm import probability
-from deepfast.ops.register import register
+from deepfast.ops.register import Op
 
 
 def _forward(a):
@@ -16,34 +13,21 @@ def _forward(a):
     return F.linear(n, a.weight, a.bias), s, mean, rstd
 
 
-def _fake(a):
-    _, s, mean, rstd = norm.empty_results(a)
-    return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])), s, mean, rstd
-
-
-def _empty_products(a, make):
-    """dweight and dbias, each None where it is not wanted."""
-    shape, (*_, want_weight, want_bias) = a.weight.shape, a.wants
-    return make(shape) if want_weight else None, make(shape[0]) if want_bias else None
-
-
 def _grad_forward(a):
     *_, want_weight, want_bias = a.wants
-    if a.dout is None:
-        return *norm.compute_grads(a, None), *_empty_products(a, a.weight.new_zeros)
+    dout = common.zeros_if_missing(a.dout, a.sum, a.weight.shape[0])
     n = norm.recomputed(a) if want_weight else None
-    products = common.linear_grads(a.dout, n, want_weight, want_bias)
-    return *norm.compute_grads(a, a.dout.matmul(a.weight)), *products
+    products = common.linear_grads(dout, n, want_weight, want_bias)
+    return *norm.compute_grads(a, dout.matmul(a.weight)), *products
 
 
-_norm_linear_grad = register(
+_norm_linear_grad = Op(
     "norm_linear_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? norm_weight, "
     "Tensor? norm_bias, Tensor weight, Tensor? mean, Tensor rstd, float eps, bool rms, "
     "float dropout_p, Tensor? seed, bool[] wants, str? backend) -> (Tensor dx, Tensor dresidual, "
     "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dweight, Tensor dbias)",
     _grad_forward,
-    fake=lambda a: (*norm.empty_grads(a), *_empty_products(a, a.weight.new_empty)),
-    flops=lambda a: 4 * math.prod(a.sum) * a.weight[0],
+    flops=lambda a: 4 * a.sum.numel() * a.weight.shape[0],
 )
 
 
@@ -52,36 +36,35 @@ def _plain(a):
     return F.linear(n, a.weight, a.bias), s
 
 
-_norm_linear = register(
+_norm_linear = Op(
     "norm_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor weight, Tensor? bias, float eps, bool rms, float dropout_p, Tensor? seed, "
     "str? backend) "
     "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
     _forward,
-    fake=_fake,
-    flops=lambda a: 2 * math.prod(a.x) * a.weight[0],
+    flops=lambda a: 2 * a.x.numel() * a.weight.shape[0],
     cast=("x", "residual", "weight", "bias"),
-    setup=lambda ctx, a, results: norm.kept_to_recompute(ctx, a, results) | {"weight": a.weight},
-    backward=lambda ctx, kept, grads: norm.norm_gradients(
-        _norm_linear_grad, ctx, kept, grads.sum, dout=grads.out
-    ),
+    grad=_norm_linear_grad,
+    setup=norm.setup_to_recompute,
+    backward=norm.backward,
     plain=_plain,
     public=2,
 )
 
 
-def _run(
-    op: str, x, residual, norm_type: str, parameters: tuple, linear: tuple, p: float, seed, backend
-):
-    """out and s of `norm_linear` and `add_norm_linear`; errors begin with ``op``."""
+def _checked(op: str, x, residual, parameters: tuple, linear: tuple) -> tuple:
+    """The first 8 operands of the registered op; errors begin with ``op``.
+
+    parameters: weight and bias of the norm, eps and the type of the norm.
+    linear: weight and bias of the linear map.
+    """
+    norm_weight, norm_bias, eps, norm_type = parameters
     checks.choice(op, norm.TYPES, norm_type=norm_type)
-    parameters = *parameters, norm_type == "rms"
-    x, residual, dim = norm.check(op, x, residual, parameters, prefix="norm_")
-    weight, bias = common.linear_operands(op, x, dim, ("weight", "N", "bias"), *linear)
-    norm_weight, norm_bias, eps, rms = parameters
-    return _norm_linear(
-        x, residual, norm_weight, norm_bias, weight, bias, eps, rms, p, seed, backend
-    )
+    parameters = norm_weight, norm_bias, eps, norm_type == "rms"
+    x, residual = norm.check(op, x, residual, parameters, prefix="norm_")
+    names = "weight", "N", "bias"
+    weight, bias = common.linear_operands(op, x, x.shape[-1], names, *linear)
+    return x, residual, norm_weight, norm_bias, weight, bias, *parameters[2:]
 
 
 def norm_linear(
@@ -121,8 +104,9 @@ def norm_linear(
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
     """
-    parameters, linear = (norm_weight, norm_bias, eps), (weight, bias)
-    return _run("norm_linear", x, None, norm_type, parameters, linear, 0.0, None, backend)[0]
+    norm_operands = norm_weight, norm_bias, eps, norm_type
+    given = _checked("norm_linear", x, None, norm_operands, (weight, bias))
+    return _norm_linear(*given, 0.0, None, backend)[0]
 
 
 def add_norm_linear(
@@ -153,9 +137,9 @@ def add_norm_linear(
     Raises:
         TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `norm_linear`.
     """
-    op = "add_norm_linear"
+    op, norm_operands = "add_norm_linear", (norm_weight, norm_bias, eps, norm_type)
     checks.tensor(op, "residual", residual)
-    p = probability(op, dropout_p, training)
-    seed = common.draw_seed(op, seed, x.device) if p > 0 else None
-    parameters, linear = (norm_weight, norm_bias, eps), (weight, bias)
-    return _run(op, x, residual, norm_type, parameters, linear, p, seed, backend)
+    p = common.probability(op, dropout_p, training)
+    given = _checked(op, x, residual, norm_operands, (weight, bias))
+    seed = common.draw_seed(op, seed, given[0].device) if p > 0 else None
+    return _norm_linear(*given, p, seed, backend)

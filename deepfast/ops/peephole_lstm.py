@@ -1,46 +1,40 @@
 """An LSTM layer with peepholes, all steps of a batch in one pass."""
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
-from deepfast.ops.register import gradients, register, watched
+from deepfast.ops.register import Op, watched
 from deepfast.reference.peephole_lstm import peephole_lstm as reference
 
 
-def _launches(like: Tensor, backend: str | None):
-    width = like.shape[-1] // 4
-    return backends.choose("peephole_lstm", backend, like.device, like.dtype, width)[1]
-
-
-def _forward(a):
-    results = h, h_last, c_last, c, gates = _fake(a)
-    c, gates = (c, gates) if a.keep else (None, None)
-    f, weight, h0, lengths = map(_contiguous, (a.f, a.weight, a.h0, a.lengths))
-    peephole, c0 = (common.parameter(p, f.dtype) for p in (a.peephole, a.c0))
-    _launches(a.f, a.backend).peephole_lstm_forward(
-        f=f, weight=weight, peephole=peephole, h0=h0, c0=c0, lengths=lengths, reverse=a.reverse,
-        h=h, h_last=h_last, c_last=c_last, c=c, gates=gates,
-    )  # fmt: skip
-    return results
+def _launch_operands(a, like: Tensor) -> tuple[Any, dict]:
+    """The launches of the backend, and the operands that forward and backward share, as kernels
+    read them."""
+    launch = common.launches("peephole_lstm", a.backend, like, like.shape[-1] // 4)
+    shared = {"weight": a.weight.contiguous(), "lengths": _contiguous(a.lengths)}
+    shared |= {n: common.parameter(getattr(a, n), like.dtype) for n in ("peephole", "c0")}
+    return launch, shared | {"reverse": a.reverse}
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _fake(a):
-    f, (steps, batch, width) = a.f, a.f.shape
-    dtype, shape = compute_dtype(f.dtype), (steps, batch, width // 4)
-    h_last = f.new_empty(shape[1:])
-    c_last = f.new_empty(shape[1:], dtype=dtype)
-    c = f.new_empty(shape if a.keep else 0, dtype=dtype)
-    return f.new_empty(shape), h_last, c_last, c, f.new_empty(f.shape if a.keep else 0)
+def _forward(a):
+    launch, shared = _launch_operands(a, a.f)
+    f, (steps, batch, width), dtype = a.f, a.f.shape, compute_dtype(a.f.dtype)
+    h, h_last = f.new_empty(steps, batch, width // 4), f.new_empty(batch, width // 4)
+    c_last = torch.empty_like(h_last, dtype=dtype)
+    c = torch.empty_like(h, dtype=dtype) if a.keep else None
+    gates = f.new_empty(f.shape) if a.keep else None
+    results = {"h": h, "h_last": h_last, "c_last": c_last, "c": c, "gates": gates}
+    launch.peephole_lstm_forward(f=f.contiguous(), h0=_contiguous(a.h0), **shared, **results)
+    return tuple(results.values())
 
 
 def _weight_grad(
@@ -65,47 +59,35 @@ def _weight_grad(
 
 
 def _grad_forward(a):
-    results = df, dweight, dpeephole, dh0, dc0 = _grad_fake(a)
-    dh, dh_last, dc_last, weight, lengths = map(
-        _contiguous, (a.dh, a.dh_last, a.dc_last, a.weight, a.lengths)
-    )
-    peephole, c0 = (common.parameter(p, a.h.dtype) for p in (a.peephole, a.c0))
-    _launches(a.gates, a.backend).peephole_lstm_backward(
-        dh=dh, dh_last=dh_last, dc_last=dc_last, weight=weight, peephole=peephole, c0=c0,
-        lengths=lengths, reverse=a.reverse, c=a.c, gates=a.gates, df=df, dh0=dh0, dc0=dc0,
-        dpeephole=dpeephole,
-    )  # fmt: skip
+    if a.c.shape != a.h.shape:
+        raise RuntimeError("peephole_lstm: a gradient needs keep=True, got keep=False")
+    launch, shared = _launch_operands(a, a.gates)
+    want, (_, batch, dim) = _peephole_lstm_grad.results._make(a.wants), a.h.shape
+    df, dpeephole = a.gates.new_empty(a.gates.shape), a.c.new_empty(3, dim)
+    dweight = a.gates.new_empty(dim, 4 * dim) if want.dweight else None
+    dh0 = a.gates.new_empty(batch, dim) if want.dh0 else None
+    dc0 = a.c.new_empty(batch, dim) if want.dc0 else None
+    given = {name: _contiguous(getattr(a, name)) for name in ("dh", "dh_last", "dc_last")}
+    results = {"df": df, "dh0": dh0, "dc0": dc0, "dpeephole": dpeephole}
+    launch.peephole_lstm_backward(**given, **shared, c=a.c, gates=a.gates, **results)
     if dweight is not None:
         _weight_grad(df, a.h, a.h0, a.lengths, a.reverse, dweight)
-    return results
+    return df, dweight, dpeephole, dh0, dc0
 
 
-def _grad_fake(a):
-    want, state = _peephole_lstm_grad.results._make(a.wants), a.h.shape[1:]
-    dweight = a.gates.new_empty(state[1], 4 * state[1]) if want.dweight else None
-    dh0 = a.gates.new_empty(state) if want.dh0 else None
-    dc0 = a.c.new_empty(state) if want.dc0 else None
-    return a.gates.new_empty(a.gates.shape), dweight, a.c.new_empty(3, state[1]), dh0, dc0
+def _flops(gates: Tensor, products: int = 1) -> int:
+    """Of products with the recurrent weight."""
+    return 2 * products * gates.numel() * (gates.shape[-1] // 4)
 
 
-def _product_flops(gates) -> int:
-    # The product with the recurrent weight.
-    return 2 * math.prod(gates) * (gates[-1] // 4)
-
-
-def _grad_flops(a) -> int:
-    want = _peephole_lstm_grad.results._make(a.wants)
-    return (2 if want.dweight else 1) * _product_flops(a.gates)
-
-
-_peephole_lstm_grad = register(
+_peephole_lstm_grad = Op(
     "peephole_lstm_grad(Tensor h, Tensor? dh, Tensor? dh_last, Tensor? dc_last, Tensor weight, "
     "Tensor peephole, Tensor? h0, Tensor? c0, Tensor? lengths, bool reverse, Tensor c, "
     "Tensor gates, bool[] wants, str? backend) "
     "-> (Tensor df, Tensor dweight, Tensor dpeephole, Tensor dh0, Tensor dc0)",
     _grad_forward,
-    fake=_grad_fake,
-    flops=_grad_flops,
+    # The gradient of the weight is a product too.
+    flops=lambda a: _flops(a.gates, 1 + a.wants[1]),
 )
 
 
@@ -115,37 +97,18 @@ def _plain(a):
             "peephole_lstm: a decomposition has one block of ops for each of f's positions, so "
             "their number T must be fixed, got a dynamic one"
         )
-    return reference(
-        a.f, a.weight, a.peephole, h0=a.h0, c0=a.c0, lengths=a.lengths, reverse=a.reverse
-    )
+    states = {"h0": a.h0, "c0": a.c0, "lengths": a.lengths}
+    return reference(a.f, a.weight, a.peephole, reverse=a.reverse, **states)
 
 
-def _setup(ctx, a, results):
-    return {
-        "weight": a.weight, "peephole": a.peephole, "h0": a.h0, "c0": a.c0, "lengths": a.lengths,
-        "h": results.h, "c": results.c, "gates": results.gates, "reverse": a.reverse,
-        "backend": a.backend,
-    }  # fmt: skip
-
-
-def _backward(ctx, kept, grads):
-    if kept["c"].shape != kept["h"].shape:
-        raise RuntimeError("peephole_lstm: a gradient needs keep=True, got keep=False")
-    return gradients(
-        _peephole_lstm_grad, ctx, kept, dh=grads.h, dh_last=grads.h_last, dc_last=grads.c_last
-    )
-
-
-_peephole_lstm = register(
+_peephole_lstm = Op(
     "peephole_lstm(Tensor f, Tensor weight, Tensor peephole, Tensor? h0, Tensor? c0, "
     "Tensor? lengths, bool reverse, bool keep, str? backend) "
     "-> (Tensor h, Tensor h_last, Tensor c_last, Tensor c, Tensor gates)",
     _forward,
-    fake=_fake,
-    flops=lambda a: _product_flops(a.f),
+    flops=lambda a: _flops(a.f),
     cast=("f", "weight", "h0"),
-    setup=_setup,
-    backward=_backward,
+    grad=_peephole_lstm_grad,
     plain=_plain,
     public=3,
 )

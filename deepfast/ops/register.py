@@ -13,7 +13,8 @@ by the operands' names. No function depends on positions.
 import sys
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,14 +55,9 @@ def watched(x: Tensor) -> bool:
     )
 
 
-def no_flops(_) -> int:
-    """0: torch counts matrix products only, and the op has none."""
-    return 0
-
-
 def _as_tuple(results) -> tuple:
     """The results of an op as a tuple, also where the schema has a single one."""
-    return (results,) if isinstance(results, Tensor) else results
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _first(args: tuple) -> Tensor:
@@ -69,255 +65,237 @@ def _first(args: tuple) -> Tensor:
     return args[0][0] if isinstance(args[0], list) else args[0]
 
 
-class Op(Protocol):
-    """What `register` returns."""
+@dataclass(eq=False)
+class Op:
+    """The op ``deepfast::<schema>``, registered with torch.
 
-    operands: Any
-    """The named tuples of its operands and of its results."""
-    results: Any
-    gradient_of: list[str]
-    """Of the op of a gradient, the operands that its results belong to."""
+    A call takes the operands by position or by name and returns a tuple of the public results.
+    Under autocast the caller has cast the operands.
+    """
 
-    def __call__(self, *args: Any, **named: Any) -> tuple: ...
+    schema: str
+    """A functional schema. Only the first operand may be a list of tensors."""
+    forward: Callable
+    """(operands) -> a tuple of tensors, or one tensor where the schema has one result. It runs on
+    real tensors of any device, and on fake ones, where its launches do nothing
+    (`common.launches`). A result that nobody needs may be None; the registered op returns an empty
+    tensor in its place."""
+    fake: Callable | None = None
+    """The same for fake tensors, where ``forward`` cannot run on them."""
+    flops: Callable = lambda operands: 0
+    """(operands) -> multiplications and additions of the matrix products, as torch counts them;
+    0 for an op without."""
+    cast: tuple[str, ...] = ()
+    """Names of the operands that autocast casts; the first is a tensor."""
+    grad: "Op | None" = None
+    """The op that computes the gradients. Its operands have the names of those of the operands and
+    results that it reads, or a d before the name of a result for the gradient of this result.
+    ``wants`` says for each of its own results whether to compute it; these have the names of the
+    operands with a d before."""
+    setup: Callable | None = None
+    """(ctx, operands, results) -> tensors or None, by name, which backward gets besides the
+    operands and results that ``grad`` reads, or in their place. ``ctx.bare`` is True in plain eager
+    code, where no other code holds the results that are not public."""
+    backward: Callable | None = None
+    """(op, ctx, kept, grads) -> the gradients, by the operands' names; a missing one is None. It
+    runs where a public result has a gradient. ``kept`` is what was saved, by name, ``grads`` has
+    the results' gradients by name, and ``ctx.needs`` says by name which operands need one. None is
+    `gradients`."""
+    plain: Callable | None = None
+    """(operands) -> the public results, by torch's ops alone, for exported programs that are
+    decomposed; needed with autograd."""
+    public: int | None = None
+    """How many results a call returns; the others are for backward only."""
 
+    def __post_init__(self) -> None:
+        self.name = name = self.schema.split("(")[0]
+        LIBRARY.define(self.schema, tags=torch.Tag.pt2_compliant_tag)
+        packet = getattr(torch.ops.deepfast, name)
+        self.registered = packet.default
+        arguments, returns = self.registered._schema.arguments, self.registered._schema.returns
+        # mypy wants to read the names in the source.
+        self.operands: Any = namedtuple(name, [x.name for x in arguments])  # type: ignore[misc]
+        names = [x.name or "out" for x in returns]
+        # Of the results only public ones have gradients; those of the others are None.
+        self.results: Any = namedtuple(  # type: ignore[misc]
+            f"{name}_results", names, defaults=[None] * len(names)
+        )
+        LIBRARY.impl(name, self._complete(self.forward), "CompositeExplicitAutograd")
+        self.fake = self._complete(self.fake or self.forward)
+        torch.library.register_fake(f"deepfast::{name}", self.fake, lib=LIBRARY)
+        register_flop_formula(packet, get_raw=True)(
+            lambda *args, out_shape=None, out_val=None, **named: self.flops(
+                self.operands(*args, **named)
+            )
+        )
+        self.node = None
+        self.types = {x.name: str(x.type) for x in arguments}
+        if self.grad or self.backward:
+            self._add_autograd()
+            _register_autocast(self)
+            _register_decomposition(self)
 
-class _Autograd:
-    """Setup and backward of an op, shared by the bare node and the registered op."""
-
-    def __init__(self, op, operands, results, setup, backward):
-        self.name, self.operands, self.results = operands.__name__, operands, results
-        self.setup, self.differentiate = setup, backward
-        types = [str(argument.type) for argument in op._schema.arguments]
-        self.places = [i for i, kind in enumerate(types) if "Tensor" in kind]
+    def _add_autograd(self) -> None:
+        """Makes the bare node and registers autograd."""
+        fields = self.operands._fields
+        self.places = [i for i, name in enumerate(fields) if "Tensor" in self.types[name]]
         """Which operands are tensors."""
-        self.has_list = types[0] == "List[Tensor]"
-        needs = namedtuple("needs", [operands._fields[i] for i in self.places])  # type: ignore[misc]
-        self.needs: Any = needs
-        self.backward = common.first_order(self.name)(self._backward)
+        self.listed = fields[0] if self.types[fields[0]] == "List[Tensor]" else None
+        """The name of the operand that is a list."""
+        self.needs: Any = namedtuple("needs", [fields[i] for i in self.places])  # type: ignore[misc]
+        read = self.grad.types if self.grad else {}
+        both = [
+            (name, i) for i, name in enumerate((*fields, *self.results._fields)) if name in read
+        ]
+        # By name the place among operands and results of what is saved.
+        self.saved = [(name, i) for name, i in both if "Tensor" in read[name]]
+        self.options = [(name, i) for name, i in both if "Tensor" not in read[name]]
+        self.grads = [
+            (f"d{name}", i) for i, name in enumerate(self.results._fields) if f"d{name}" in read
+        ]
+        """The place of each result's gradient that ``grad`` reads."""
+        self.gradient_of = [name[1:] for name in self.grad.results._fields] if self.grad else []
+        self.differentiate = common.first_order(self.name)(self._gradients)
+        self.node = _node(self)
+        torch.library.register_autograd(
+            f"deepfast::{self.name}", self._backward, setup_context=self._setup, lib=LIBRARY
+        )
 
-    def tensors(self, given: tuple) -> list[Tensor | None]:
-        """The tensors among the operands; a list of tensors, which comes first, one by one."""
-        found = [given[i] for i in self.places]
-        return [*found[0], *found[1:]] if self.has_list else found
-
-    def save(self, ctx, given: tuple, results: tuple, bare: bool) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.bare, ctx.listed, flat = bare, None, ()
-        kept = self.setup(ctx, given, self.results(*results))
-        if self.has_list:
-            ctx.listed = next((name for name, x in kept.items() if isinstance(x, list)), None)
-            flat = kept.pop(ctx.listed, ())
-        ctx.names = [name for name, x in kept.items() if isinstance(x, Tensor)]
-        ctx.save_for_backward(*map(kept.pop, ctx.names), *flat)
-        ctx.options = kept
-
-    def _kept(self, ctx) -> dict:
-        tensors = ctx.saved_tensors
-        kept = ctx.options | dict(zip(ctx.names, tensors, strict=False))
-        if ctx.listed is not None:
-            kept[ctx.listed] = list(tensors[len(ctx.names) :])
-        return kept
-
-    def _backward(self, ctx, needs, grads: tuple) -> list:
-        """The gradients of the tensors among the operands, in their order. Autograd casts them to
-        the operands' dtypes.
-
-        needs: whether each of them needs one; of a list of tensors a list.
-        """
-        ctx.needs, found = self.needs(*needs), {}
-        for grad in grads:
-            if grad is not None:
-                found = self.differentiate(ctx, self._kept(ctx), self.results(*grads))
-                break
-        ordered = []
-        for name, need in zip(self.needs._fields, needs, strict=True):
-            grad = found.pop(name, None)
-            ordered.append(grad if need else None)
-        if found:
-            raise TypeError(f"{self.name}: no tensor is named {', '.join(found)}")
-        if self.has_list and not ordered[0]:
-            ordered[0] = [None] * len(needs[0])
-        return ordered
-
-
-def _node(forward: Callable, autograd: _Autograd, public: int):
-    """The op as a bare autograd node.
-
-    It gets all operands as one and, for autograd, each tensor among them.
-    """
-
-    @common.traced_as(autograd.name)
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, given, *_tensors):
-            results = _as_tuple(forward(given))
-            autograd.save(ctx, given, results, bare=True)
-            return results[:public]
-
-        @staticmethod
-        def backward(ctx, *grads):
-            needs = ctx.needs_input_grad[1:]
-            if not autograd.has_list:
-                return None, *autograd.backward(ctx, needs, grads)
-            count = len(needs) - len(autograd.places) + 1
-            first, *rest = autograd.backward(ctx, (needs[:count], *needs[count:]), grads)
-            return None, *first, *rest
-
-    return common.bare_apply(Node)
-
-
-def _autocast(given, names: tuple[str, ...]) -> tuple:
-    """``given`` with the operands ``names`` cast for autocast."""
-    changed: dict[str, Any] = {}
-    for name in names:
-        x = getattr(given, name)
-        if isinstance(x, list):
-            changed[name] = list(common.autocast(*x))
-        elif x is not None:
-            (changed[name],) = common.autocast(x)
-    return given._replace(**changed)
-
-
-def _autocast_rule(op, operands, names: tuple[str, ...], device_type: str) -> None:
-    key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
-
-    def rule(*args):
-        args = _autocast(operands._make(args), names)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return op(*args)
-
-    # Registered twice: tracing modes look the rule up in Python, the dispatcher in its own table.
-    op.py_impl(key)(rule)
-    LIBRARY.impl(op._schema.name.split("::")[1], rule, key.name)
-
-
-def _define(schema: str) -> tuple:
-    """The op's packet, and named tuples of its operands and of its results."""
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    packet = getattr(torch.ops.deepfast, name)
-    found = packet.default._schema
-    # mypy wants to read the names in the source.
-    operands = namedtuple(name, [argument.name for argument in found.arguments])  # type: ignore[misc]
-    names = [result.name or "out" for result in found.returns]
-    # Of the results only public ones have gradients; those of the others are None.
-    results = namedtuple(f"{name}_results", names, defaults=[None] * len(names))  # type: ignore[misc]
-    return packet, operands, results
-
-
-def register(
-    schema: str,
-    forward: Callable,
-    *,
-    fake: Callable,
-    flops: Callable,
-    cast: tuple[str, ...] = (),
-    setup: Callable | None = None,
-    backward: Callable | None = None,
-    plain: Callable | None = None,
-    public: int | None = None,
-    raw_flops: bool = False,
-) -> Op:
-    """Defines ``deepfast::<schema>`` and returns the function that calls it.
-
-    The function takes the operands by position or by name and returns a tuple. Its ``operands``
-    and ``results`` are the named tuple types that the functions below get.
-
-    Args:
-        schema: a functional schema. Only the first operand may be a list of tensors.
-        forward: (operands) -> a tuple of tensors, or one tensor where the schema has one result.
-            It runs on real tensors of any device. A result that nobody needs may be None; the
-            registered op returns an empty tensor in its place.
-        fake: the same for fake tensors.
-        flops: (operands as shapes) -> multiplications and additions of the matrix products, as
-            torch counts them. With ``raw_flops`` it gets the operands themselves.
-        cast: names of the operands that autocast casts.
-        setup: (ctx, operands, results) -> what backward needs, by name: tensors, options and at
-            most one list of tensors. ``ctx.bare`` is True in plain eager code, where no other code
-            holds the results that are not public.
-        backward: (ctx, kept, grads) -> the gradients, by the operands' names; a missing one is
-            None. It runs where a public result has a gradient. ``kept`` is what setup returned,
-            ``grads`` has the results' gradients by name, and ``ctx.needs`` says by name which
-            operands need one. None for an op without autograd.
-        plain: (operands) -> the public results, by torch's ops alone, for exported programs that
-            are decomposed; needed with backward.
-        public: how many results the returned function returns; the others are for backward only.
-    """
-    packet, operands, results = _define(schema)
-    op, name = packet.default, operands.__name__
-    autograd = _Autograd(op, operands, results, setup, backward) if backward else None
-
-    def complete(function: Callable) -> Callable:
+    def _complete(self, function: Callable) -> Callable:
         """``function`` of the operands in order, with an empty tensor for a missing result."""
 
         def run(*args):
-            results, like = function(operands._make(args)), _first(args)
+            results, like = function(self.operands._make(args)), _first(args)
             if isinstance(results, Tensor):
                 return results
             return tuple(like.new_empty(0) if x is None else x for x in results)
 
         return run
 
-    LIBRARY.impl(name, complete(forward), "CompositeExplicitAutograd")
-    fake = complete(fake)
-    torch.library.register_fake(f"deepfast::{name}", fake, lib=LIBRARY)
-    register_flop_formula(packet, get_raw=raw_flops)(
-        lambda *args, out_shape=None, out_val=None, **named: flops(operands(*args, **named))
-    )
-    if autograd:
-        # Also where nothing is cast: inside the op autocast must not change the products.
-        for device_type in ("cpu", "cuda"):
-            _autocast_rule(op, operands, cast, device_type)
-        _register_autograd(autograd, public)
-        _register_decomposition(op, operands, plain, fake)
-    call = _caller(op, operands, forward, autograd, cast, public)
-    call.operands, call.results = operands, results
-    call.gradient_of = [result[1:] for result in results._fields]
-    return call
+    def __call__(self, *args, **named) -> tuple:
+        given = self.operands(*args, **named)
+        if watched(given[0][0] if type(given[0]) is list else given[0]):
+            if self.node is not None:
+                common.reverse_mode_only(self.name)
+            return _as_tuple(self.registered(*given))[: self.public]
+        if not torch._C._is_any_autocast_enabled():
+            return self._eager(given)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return self._eager(given)
 
-
-def _caller(op, operands: type, forward, autograd: _Autograd | None, cast, public) -> Any:
-    """The function that calls the bare node in plain eager code, else the registered op."""
-    node = _node(forward, autograd, public) if autograd else None
-
-    def eager(given) -> tuple:
-        if node is not None and torch.is_grad_enabled():
-            tensors = autograd.tensors(given)
+    def _eager(self, given) -> tuple:
+        """By the bare node, or by ``forward`` alone where no gradient is needed."""
+        if self.node is not None and torch.is_grad_enabled():
+            tensors = [given[i] for i in self.places]
+            if self.listed:
+                tensors = [*tensors[0], *tensors[1:]]
             for x in tensors:
                 if x is not None and x.requires_grad:
-                    return node(given, *tensors)
-        return _as_tuple(forward(given))[:public]
+                    return self.node(given, *tensors)
+        return _as_tuple(self.forward(given))[: self.public]
 
-    def call(*args, **named) -> tuple[Tensor, ...]:
-        given = operands(*args, **named)
-        if watched(_first(given)):
-            if node is not None:
-                common.reverse_mode_only(autograd.name)
-            return _as_tuple(op(*given))[:public]
-        if not torch._C._is_any_autocast_enabled():
-            return eager(given)
-        given = _autocast(given, cast)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return eager(given)
+    def save(self, ctx, given, results: tuple, bare: bool) -> None:
+        """Saves what backward needs."""
+        ctx.set_materialize_grads(False)
+        ctx.bare, both = bare, (*given, *results)
+        ctx.options = {name: both[i] for name, i in self.options}
+        tensors = {name: both[i] for name, i in self.saved}
+        if self.setup is not None:
+            tensors |= self.setup(ctx, given, self.results._make(results))
+        several = tensors.pop(self.listed, ())
+        ctx.names = list(tensors)
+        ctx.save_for_backward(*tensors.values(), *several)
 
-    return call
+    def _gradients(self, ctx, needs, grads: tuple) -> list:
+        """The gradients of the tensors among the operands, in their order. Autograd casts them to
+        the operands' dtypes.
 
+        needs: whether each of them needs one; of a list of tensors a list.
+        """
+        ctx.needs = self.needs(*needs)
+        named: dict[str, Any] = {}
+        if grads[0] is not None or any(grad is not None for grad in grads):
+            tensors, count = ctx.saved_tensors, len(ctx.names)
+            kept = ctx.options | dict(zip(ctx.names, tensors[:count], strict=True))
+            if self.listed:
+                kept[self.listed] = list(tensors[count:])
+            named = (self.backward or gradients)(self, ctx, kept, self.results(*grads))
+        ordered = [
+            named.get(name) if need else None
+            for name, need in zip(self.needs._fields, needs, strict=True)
+        ]
+        if self.listed and not ordered[0]:
+            ordered[0] = [None] * len(needs[0])
+        return ordered
 
-def _register_autograd(autograd: _Autograd, public: int | None) -> None:
-    def setup(ctx, inputs, output):
+    def _setup(self, ctx, inputs, output) -> None:
+        """What torch calls after the forward pass of the registered op."""
         results = _as_tuple(output)
-        if public is not None:
-            ctx.mark_non_differentiable(*results[public:])
-        autograd.save(ctx, autograd.operands._make(inputs), results, bare=False)
+        if self.public is not None:
+            ctx.mark_non_differentiable(*results[self.public :])
+        self.save(ctx, self.operands._make(inputs), results, bare=False)
 
-    def backward(ctx, *grads):
-        needs = [ctx.needs_input_grad[i] for i in autograd.places]
-        found = dict(zip(autograd.places, autograd.backward(ctx, needs, grads), strict=True))
+    def _backward(self, ctx, *grads) -> tuple:
+        needs = [ctx.needs_input_grad[i] for i in self.places]
+        found = dict(zip(self.places, self.differentiate(ctx, needs, grads), strict=True))
         return tuple(map(found.get, range(len(ctx.needs_input_grad))))
 
-    torch.library.register_autograd(
-        f"deepfast::{autograd.name}", backward, setup_context=setup, lib=LIBRARY
-    )
+
+def _node(op: Op):
+    """The op as a bare autograd node.
+
+    It gets all operands as one and, for autograd, each tensor among them.
+    """
+
+    @common.traced_as(op.name)
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, given, *_tensors):
+            results = _as_tuple(op.forward(given))
+            op.save(ctx, given, results, bare=True)
+            return results[: op.public]
+
+        @staticmethod
+        def backward(ctx, *grads):
+            needs = ctx.needs_input_grad[1:]
+            if not op.listed:
+                return None, *op.differentiate(ctx, needs, grads)
+            count = len(needs) - len(op.places) + 1
+            first, *rest = op.differentiate(ctx, (needs[:count], *needs[count:]), grads)
+            return None, *first, *rest
+
+    return common.bare_apply(Node)
+
+
+def gradients(op: Op, ctx, kept: dict, grads) -> dict:
+    """The gradients of the operands of ``op`` by name, which `Op.grad` computes."""
+    needs = [getattr(ctx.needs, name) for name in op.gradient_of]
+    wants = [need if isinstance(need, bool) else any(need) for need in needs]
+    read = {name: grads[i] for name, i in op.grads}
+    return dict(zip(op.gradient_of, op.grad(**kept, **read, wants=wants), strict=True))
+
+
+def _register_autocast(op: Op) -> None:
+    """Also where nothing is cast: inside the op autocast must not change the products."""
+
+    def register(device_type: str) -> None:
+        key = getattr(torch._C.DispatchKey, f"Autocast{device_type}")
+
+        def rule(*args):
+            given = op.operands._make(args)
+            if op.cast:
+                cast = common.autocast(*(getattr(given, name) for name in op.cast))
+                given = given._replace(**dict(zip(op.cast, cast, strict=True)))
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return op.registered(*given)
+
+        # Registered twice: tracing modes look the rule up in Python, the dispatcher in its own
+        # table.
+        op.registered.py_impl(key)(rule)
+        LIBRARY.impl(op.name, rule, key.name)
+
+    register("CPU")
+    register("CUDA")
 
 
 def _decomposing(mode: ProxyTorchDispatchMode) -> bool:
@@ -336,8 +314,8 @@ def _decomposing(mode: ProxyTorchDispatchMode) -> bool:
     return torch.ops.aten.rsub.Tensor in table and not (inductor and inductor.V.aot_compilation)
 
 
-def _register_decomposition(op, operands: type, plain: Callable, fake: Callable) -> None:
-    """Makes ``op`` decompose into ``plain`` in exported programs, for ONNX and other runtimes.
+def _register_decomposition(op: Op) -> None:
+    """Makes ``op`` decompose into `Op.plain` in exported programs, for ONNX and other runtimes.
 
     By default torch decomposes only ops of a library without kernels and without autograd of their
     own. Ours have both. So a rule for torch's tracing mode decomposes them, and does so in no other
@@ -348,30 +326,17 @@ def _register_decomposition(op, operands: type, plain: Callable, fake: Callable)
         if not _decomposing(mode):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         with mode:
-            given = operands(*args, **kwargs)
-            results = plain(given)
-            if len(op._schema.returns) == 1:
+            given = op.operands(*args, **kwargs)
+            results = op.plain(given)
+            if len(op.results._fields) == 1:
                 return results
             # What only backward reads is NaN here.
-            rest = fake(*given)[len(results) :]
+            rest = op.fake(*given)[len(results) :]
             return *results, *(torch.full_like(x, torch.nan) for x in rest)
 
     torch.library.register_torch_dispatch(
-        op._schema.name, ProxyTorchDispatchMode, rule, lib=LIBRARY
+        op.registered._schema.name, ProxyTorchDispatchMode, rule, lib=LIBRARY
     )
-
-
-def gradients(op: Op, ctx, kept: dict, **grads) -> dict:
-    """The gradients of an op's operands by name; the registered op ``op`` computes them.
-
-    op: takes ``kept``, ``grads`` and ``wants``, which says for each result whether to compute it.
-        Its results have the names of the operands with a d in front.
-    """
-    wants = []
-    for name in op.gradient_of:
-        need = getattr(ctx.needs, name)
-        wants.append(need if isinstance(need, bool) else any(need))
-    return dict(zip(op.gradient_of, op(**kept, **grads, wants=wants), strict=True))
 
 
 def launch_flops(launch: Launch) -> Callable:
