@@ -1,4 +1,9 @@
-"""Fused ops with autograd, to drop into any training code."""
+"""Fused ops with autograd, to drop into any training code.
+
+Every op raises TypeError or ValueError for operands that do not fit, BackendError where the
+requested backend (`deepfast.backend`) cannot run it, RuntimeError in backward for a second
+derivative, and NotImplementedError under forward-mode differentiation (`torch.func.jvp`).
+"""
 
 from deepfast.ops.activation import activation
 from deepfast.ops.attention import attention

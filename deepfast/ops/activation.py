@@ -106,11 +106,7 @@ def activation(
     Returns:
         Shaped like h, in its dtype.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Hendrycks, Gimpel, Gaussian Error Linear Units (GELUs), 2016.
     """

@@ -115,37 +115,18 @@ def window_sides(op: str, window: object, causal: bool = False) -> tuple[int, in
 
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    op = "attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor("attention", name, x)
-        if x.dim() != 3:
-            raise ValueError(f"attention: {name} must be (T, H, d), got {tuple(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"attention: {name} must have q's dtype and device, {q.dtype} on {q.device}, "
-                f"got {x.dtype} on {x.device}"
-            )
+        checks.tensor(op, name, x)
+    common.fits(op, "q", q, ("T", "H", "d"), q)
+    common.fits(op, "k", k, ("S", "G", q.shape[2]), q)
+    common.fits(op, "v", v, tuple(k.shape), q)
     heads, of_keys = q.shape[1], k.shape[1]
-    divides = 0 < of_keys <= heads and heads % of_keys == 0
-    if not divides or k.shape[2] != q.shape[2]:
-        raise ValueError(
-            f"attention: k must have a divisor of q's heads, and q's width, of "
-            f"{tuple(q.shape[1:])}, got {tuple(k.shape[1:])}"
-        )
-    checks.like("attention", "v", v, "k", k)
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu, Tensor):
-            raise TypeError(f"attention: {name} must be a tensor, got {type(cu).__name__}")
-        if cu.dim() != 1 or cu.dtype != torch.int32 or cu.shape[0] < 1 or cu.device != q.device:
-            raise ValueError(
-                f"attention: {name} must be (N + 1,) int32 on {q.device}, got {cu.dtype} "
-                f"{tuple(cu.shape)} on {cu.device}"
-            )
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"attention: cu_seqlens_k must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, "
-            f"got {tuple(cu_seqlens_k.shape)}"
-        )
-    checks.whole("attention", 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if not 0 < of_keys <= heads or heads % of_keys:
+        raise ValueError(f"{op}: k must have a divisor of q's {heads} heads, got {of_keys}")
+    common.fits(op, "cu_seqlens_q", cu_seqlens_q, ("N + 1",), q, torch.int32)
+    common.fits(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q, torch.int32)
+    checks.whole(op, 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
@@ -209,12 +190,8 @@ def attention(
     Returns:
         (T_q, H, d).
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative, except where torch's attention has one.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`) with deepfast's
-            own kernels; torch's attention raises its own errors.
+    Raises: as every op, see `deepfast.ops`; of second derivatives and of forward mode torch's
+    attention decides itself.
 
     Sources: Vaswani et al., Attention Is All You Need, 2017; Ainslie et al. 2023 for grouped
     queries; Beltagy et al. 2020 for windows.

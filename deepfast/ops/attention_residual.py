@@ -59,9 +59,7 @@ def attention_residual(
         (..., D) in the dtype of the sources; with ``return_weights`` also p (..., K), fp32 (fp64
         for fp64), without gradient.
 
-    Raises:
-        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as
-            `depth_attention`.
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Kimi Team, Attention Residuals, arXiv 2603.15031, 2026.
     """

@@ -233,24 +233,38 @@ def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tenso
     return sources
 
 
-def linear_operands(
-    op: str, x: Tensor, width: int, names: tuple[str, str, str], weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Checks weight (N, width) and bias (N,) of a linear map of x, and casts them for autocast.
+def fits(
+    op: str, name: str, p: Tensor, shape: tuple, like: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Checks that ``p`` is a dense tensor of this shape on the device of ``like``, in ``dtype`` or
+    else in the dtype of ``like``. In the shape a letter is any size."""
+    if not isinstance(p, Tensor) or p.layout != torch.strided:
+        got = p.layout if isinstance(p, Tensor) else type(p).__name__
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {got}")
+    dtype, equal = dtype or like.dtype, p.dim() == len(shape)
+    for size, expected in zip(p.shape, shape, strict=False):
+        equal = equal and (isinstance(expected, str) or size == expected)
+    if not equal or p.dtype != dtype or p.device != like.device:
+        sizes = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+        raise ValueError(
+            f"{op}: {name} must be {dtype} {sizes} on {like.device}, got {p.dtype} "
+            f"{tuple(p.shape)} on {p.device}"
+        )
 
-    names: the names of the weight, of N and of the bias in errors.
+
+def linear_operands(
+    op: str, x: Tensor, shape: tuple, weight: Tensor, bias: Tensor | None, *, prefix: str = ""
+) -> tuple[Tensor, Tensor | None]:
+    """Checks weight and bias of a linear map in x's dtype, and casts them for autocast.
+
+    shape: of the weight, with a letter for the number of rows.
+    prefix: what stands before "weight" and "bias" in the op's names for them.
     """
-    name, rows, bias_name = names
-    checks.tensor(op, name, weight)
-    if weight.dim() != 2 or weight.shape[1] != width:
-        raise ValueError(f"{op}: {name} must be ({rows}, {width}), got {tuple(weight.shape)}")
-    checks.parameter(op, bias_name, bias, (weight.shape[0],), x.device)
+    checks.tensor(op, f"{prefix}weight", weight)
     weight, bias = autocast(weight, bias)
-    for label, p in ((name, weight), (bias_name, bias)):
-        if p is not None and (p.dtype != x.dtype or p.device != x.device):
-            raise ValueError(
-                f"{op}: {label} must be {x.dtype} on {x.device}, got {p.dtype} on {p.device}"
-            )
+    fits(op, f"{prefix}weight", weight, shape, x)
+    if bias is not None:
+        fits(op, f"{prefix}bias", bias, (weight.shape[0],), x)
     return weight, bias
 
 

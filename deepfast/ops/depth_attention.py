@@ -158,11 +158,7 @@ def depth_attention(
         (..., D), or (..., H, D) with H hops, in the dtype of the sources; with ``return_lse`` also
         lse, (...) or (..., H), fp32 (fp64 for fp64). Sums are computed in that dtype.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Wang et al., Multi-layer Representation Fusion for Neural Machine Translation, 2018;
     Kimi Team, Attention Residuals, 2026; the online softmax of Milakov, Gimelshein 2018.

@@ -168,11 +168,7 @@ def depth_mix(
     Returns:
         (..., D) in the dtype of the sources; sums are in fp32 (fp64 for fp64).
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Wang et al., Learning Deep Transformer Models for Machine Translation, 2019, Eq. 8.
     """

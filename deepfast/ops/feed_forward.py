@@ -178,11 +178,7 @@ def feed_forward(
     Returns:
         (..., N), and s (x itself without residual and dropout), or n with ``return_norm``.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Vaswani et al., Attention Is All You Need, 2017; what is recomputed as in Chen et al.,
     Training Deep Nets with Sublinear Memory Cost, 2016.
@@ -195,12 +191,11 @@ def feed_forward(
     p = common.probability(op, dropout_p, training)
     q = common.probability(op, activation_dropout_p, training, argument="activation_dropout_p")
     checks.flag(op, recompute=recompute, return_norm=return_norm)
-    names = "up_weight", "F", "up_bias"
-    up_weight, _ = common.linear_operands(op, x, x.shape[-1], names, up_weight, None)
-    width = up_weight.shape[0]
-    checks.parameter(op, "up_bias", up_bias, (width,), x.device)
-    names, down = ("down_weight", "N", "down_bias"), (down_weight, down_bias)
-    down = common.linear_operands(op, x, width, names, *down)
+    shape = "F", x.shape[-1]
+    up_weight, _ = common.linear_operands(op, x, shape, up_weight, None, prefix="up_")
+    checks.parameter(op, "up_bias", up_bias, (up_weight.shape[0],), x.device)
+    shape, down = ("N", up_weight.shape[0]), (down_weight, down_bias)
+    down = common.linear_operands(op, x, shape, *down, prefix="down_")
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None
     seed_of_activation = None
     if q > 0:

@@ -43,11 +43,7 @@ def layer_norm(
     Returns:
         y, shaped like x, in its dtype, under autocast too.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016.
     """
@@ -82,8 +78,7 @@ def add_layer_norm(
     Returns:
         y and s, shaped like x.
 
-    Raises:
-        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `layer_norm`.
+    Raises: as every op, see `deepfast.ops`.
     """
     op = "add_layer_norm"
     checks.tensor(op, "residual", residual)
@@ -107,8 +102,7 @@ def rms_norm(
     Returns:
         y, shaped like x, in its dtype, under autocast too.
 
-    Raises:
-        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `layer_norm`.
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization, 2019.
     """
@@ -131,8 +125,7 @@ def add_rms_norm(
     Returns:
         y and s, shaped like x.
 
-    Raises:
-        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `layer_norm`.
+    Raises: as every op, see `deepfast.ops`.
     """
     op = "add_rms_norm"
     checks.tensor(op, "residual", residual)

@@ -244,39 +244,11 @@ _linear_cross_entropy = Op(
 )
 
 
-def _check(x, weight, bias, target) -> None:
-    op, dim = "linear_cross_entropy", x.shape[-1]
-    checks.tensor(op, "linear_weight", weight)
-    shape = tuple(weight.shape)
-    if weight.dim() != 2 or weight.shape[1] != dim or weight.shape[0] == 0:
-        raise ValueError(f"{op}: linear_weight must be (V, {dim}) with V >= 1, got {shape}")
-    checks.parameter(op, "linear_bias", bias, shape[:1], x.device)
-    if not isinstance(target, Tensor):
-        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
-    if target.layout != torch.strided:
-        raise TypeError(f"{op}: target must be a dense tensor, got a {target.layout} one")
-    if target.dtype != torch.int64 or target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: target must be torch.int64 {tuple(x.shape[:-1])}, got {target.dtype} "
-            f"{tuple(target.shape)}"
-        )
-    for name, p in (("linear_weight", weight), ("target", target)):
-        if p.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device}, got {p.device}")
-
-
-def _check_options(label_smoothing, ignore_index, reduction, chunk_size) -> None:
-    op = "linear_cross_entropy"
-    checks.probability(op, label_smoothing, argument="label_smoothing")
-    checks.choice(op, REDUCTIONS, reduction=reduction)
-    # Triton takes an integer of 32 bits and one of 64 in different kernels.
-    for name, value, bits in (("chunk_size", chunk_size, 64), ("ignore_index", ignore_index, 32)):
-        if (value is not None or name != "chunk_size") and type(value) is not int:
-            raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
-        if value is not None and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-            raise ValueError(f"{op}: {name} must fit into {bits} bits, got {value}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size must be None or at least 1, got {chunk_size}")
+def _check_parameter(name: str, p: Tensor, shape: tuple, x: Tensor) -> None:
+    """In x's dtype, or in fp32 where x has 16 bits."""
+    checks.tensor("linear_cross_entropy", name, p)
+    wide = p.dtype == torch.float32 and x.dtype.itemsize == 2
+    common.fits("linear_cross_entropy", name, p, shape, x, p.dtype if wide else x.dtype)
 
 
 def linear_cross_entropy(
@@ -328,26 +300,25 @@ def linear_cross_entropy(
         The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll`` and
         ``return_correct`` a tuple: the loss, then the nll and the number, each only if requested.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Szegedy et al., Rethinking the Inception Architecture, 2016, for label smoothing; the
     gradient in forward as in Liger-Kernel (Hsu et al. 2024).
     """
     op = "linear_cross_entropy"
     checks.tensor(op, "x", x)
-    _check(x, linear_weight, linear_bias, target)
-    _check_options(label_smoothing, ignore_index, reduction, chunk_size)
+    common.fits(op, "target", target, x.shape[:-1], x, torch.int64)
+    checks.probability(op, label_smoothing, argument="label_smoothing")
+    checks.choice(op, REDUCTIONS, reduction=reduction)
+    if chunk_size is not None:
+        checks.whole(op, chunk_size=chunk_size)
+    # Triton takes an integer of 32 bits and one of 64 in different kernels.
+    checks.whole(op, -(2**31), 2**31 - 1, ignore_index=ignore_index)
     checks.flag(op, return_nll=return_nll, return_correct=return_correct)
     (x,) = common.autocast(x)
-    for name, p in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        dtype = x.dtype if p is None else p.dtype
-        master = dtype == torch.float32 and x.dtype.itemsize == 2
-        if dtype != x.dtype and not master:
-            raise ValueError(f"{op}: {name} must be {x.dtype}, got {dtype}")
+    _check_parameter("linear_weight", linear_weight, ("V", x.shape[-1]), x)
+    if linear_bias is not None:
+        _check_parameter("linear_bias", linear_bias, (linear_weight.shape[0],), x)
     given = x, linear_weight, linear_bias
     differentiate = torch.is_grad_enabled()
     wants = [differentiate and p is not None and p.requires_grad for p in given]

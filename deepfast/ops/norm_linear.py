@@ -62,8 +62,7 @@ def _checked(op: str, x, residual, parameters: tuple, linear: tuple) -> tuple:
     checks.choice(op, norm.TYPES, norm_type=norm_type)
     parameters = norm_weight, norm_bias, eps, norm_type == "rms"
     x, residual = norm.check(op, x, residual, parameters, prefix="norm_")
-    names = "weight", "N", "bias"
-    weight, bias = common.linear_operands(op, x, x.shape[-1], names, *linear)
+    weight, bias = common.linear_operands(op, x, ("N", x.shape[-1]), *linear)
     return x, residual, norm_weight, norm_bias, weight, bias, *parameters[2:]
 
 
@@ -95,11 +94,7 @@ def norm_linear(
     Returns:
         (..., N).
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Ba, Kiros, Hinton, Layer Normalization, 2016; the recomputation as in Liger-Kernel's
     and Apex's memory-efficient layer-norms.
@@ -134,8 +129,7 @@ def add_norm_linear(
     Returns:
         (..., N), and s, shaped like x.
 
-    Raises:
-        TypeError, ValueError, BackendError, RuntimeError, NotImplementedError: as `norm_linear`.
+    Raises: as every op, see `deepfast.ops`.
     """
     op, norm_operands = "add_norm_linear", (norm_weight, norm_bias, eps, norm_type)
     checks.tensor(op, "residual", residual)

@@ -120,21 +120,15 @@ def _check(f, weight, peephole, h0, c0, lengths) -> None:
     if f.dim() != 3 or f.shape[2] % 4:
         raise ValueError(f"{op}: f must be (T, B, 4H), got {tuple(f.shape)}")
     steps, batch, dim = f.shape[0], f.shape[1], f.shape[2] // 4
-    for name, x, shape in (("weight", weight, (dim, 4 * dim)), ("h0", h0, (batch, dim))):
-        if x is None and name == "h0":
-            continue
-        checks.tensor(op, name, x)
-        checks.parameter(op, name, x, shape, f.device)
-        if x.dtype != f.dtype:
-            raise ValueError(f"{op}: {name} must have f's dtype {f.dtype}, got {x.dtype}")
+    common.fits(op, "weight", weight, (dim, 4 * dim), f)
+    if h0 is not None:
+        common.fits(op, "h0", h0, (batch, dim), f)
     checks.tensor(op, "peephole", peephole)
     checks.parameter(op, "peephole", peephole, (3, dim), f.device)
     checks.parameter(op, "c0", c0, (batch, dim), f.device)
-    checks.parameter(op, "lengths", lengths, (batch,), f.device, floating=False)
     if lengths is None:
         return
-    if lengths.dtype != torch.int64:
-        raise ValueError(f"{op}: lengths must be int64, got {lengths.dtype}")
+    common.fits(op, "lengths", lengths, (batch,), f, torch.int64)
     # Reading a GPU's tensor would wait for the GPU, where kernels clamp the lengths instead.
     if lengths.device.type == "cpu" and not watched(lengths) and batch:
         least, most = lengths.min().item(), lengths.max().item()
@@ -182,11 +176,7 @@ def peephole_lstm(
         h (T, B, H) in f's dtype; the last h of each sentence (B, H) in f's dtype; and the last c
         (B, H) in fp32 (fp64 for fp64). For a sentence of length 0 the last two are h0 and c0.
 
-    Raises:
-        TypeError, ValueError: for operands that do not fit.
-        BackendError: when the requested backend cannot run the op.
-        RuntimeError: in backward, for a second derivative.
-        NotImplementedError: under forward-mode differentiation (`torch.func.jvp`).
+    Raises: as every op, see `deepfast.ops`.
 
     Source: Zhou et al., Deep Recurrent Models with Fast-Forward Connections for Neural Machine
     Translation, TACL 2016, Eq. 4; Gers, Schmidhuber, Recurrent nets that time and count, 2000.
