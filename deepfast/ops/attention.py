@@ -114,33 +114,14 @@ def window_sides(op: str, window: object, causal: bool = False) -> tuple[int, in
     return left, 0 if causal else right
 
 
-def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
-    op = "attention"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(op, name, x)
-    common.fits(op, "q", q, ("T", "H", "d"), q)
-    common.fits(op, "k", k, ("S", "G", q.shape[2]), q)
-    common.fits(op, "v", v, tuple(k.shape), q)
-    heads, of_keys = q.shape[1], k.shape[1]
-    if not 0 < of_keys <= heads or heads % of_keys:
-        raise ValueError(f"{op}: k must have a divisor of q's {heads} heads, got {of_keys}")
-    common.fits(op, "cu_seqlens_q", cu_seqlens_q, ("N + 1",), q, torch.int32)
-    common.fits(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q, torch.int32)
-    checks.whole(op, 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-
-
 def _check_lengths(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> None:
     """Checks the values in ``cu_seqlens``, for the CPU only: reading a GPU's tensor would wait."""
     places = cu_seqlens.tolist()
-    lengths = [b - a for a, b in pairwise(places)]
-    if places[0] != 0 or places[-1] != tokens or min(lengths, default=0) < 0:
+    right = (places[0], places[-1]) == (0, tokens)
+    if not right or not all(0 <= b - a <= longest for a, b in pairwise(places)):
         raise ValueError(
-            f"attention: cu_seqlens_{name} must rise from 0 to the {tokens} tokens, got {places}"
-        )
-    if max(lengths, default=0) > longest:
-        raise ValueError(
-            f"attention: max_seqlen_{name} must be at least the longest sentence, {max(lengths)}, "
-            f"got {longest}"
+            f"attention: cu_seqlens_{name} must rise from 0 to the {tokens} tokens, by at most "
+            f"max_seqlen_{name}={longest}, got {places}"
         )
 
 
@@ -196,10 +177,20 @@ def attention(
     Sources: Vaswani et al., Attention Is All You Need, 2017; Ainslie et al. 2023 for grouped
     queries; Beltagy et al. 2020 for windows.
     """
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    checks.probability("attention", dropout_p)
-    checks.flag("attention", causal=causal)
-    sides = window_sides("attention", window, causal)
+    op = "attention"
+    checks.tensor(op, "q", q)
+    common.fits(op, "q", q, ("T", "H", "d"), q)
+    common.fits(op, "k", k, ("S", "G", q.shape[2]), q)
+    common.fits(op, "v", v, tuple(k.shape), q)
+    heads, of_keys = q.shape[1], k.shape[1]
+    if not 0 < of_keys <= heads or heads % of_keys:
+        raise ValueError(f"{op}: k must have a divisor of q's {heads} heads, got {of_keys}")
+    common.fits(op, "cu_seqlens_q", cu_seqlens_q, ("N + 1",), q, torch.int32)
+    common.fits(op, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q, torch.int32)
+    checks.whole(op, 0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    checks.probability(op, dropout_p)
+    checks.flag(op, causal=causal)
+    sides = window_sides(op, window, causal)
     if cu_seqlens_q.device.type == "cpu" and not watched(cu_seqlens_q):
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -207,10 +198,10 @@ def attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
-        checks.finite("attention", "scale", scale)
+        checks.finite(op, "scale", scale)
         scale = float(scale)
     width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
-    name = backends.chosen("attention", backend, q.device, q.dtype, width)
+    name = backends.chosen(op, backend, q.device, q.dtype, width)
     if name == "triton" and q.shape[-1] > WIDEST and backends.requested_backend(backend) is None:
         name = "sdpa"
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *sides
@@ -219,13 +210,11 @@ def attention(
         return torch_attention.sdpa(given)
     if name == "varlen":
         if dropout_p > 0:
-            raise ValueError(
-                f"attention: torch's varlen attention has no dropout, got dropout_p={dropout_p}"
-            )
+            raise ValueError(f"{op}: torch's varlen attention has no dropout, got {dropout_p=}")
         return torch_attention.varlen(given)
     if name == "triton" and q.shape[-1] > WIDEST:
-        raise ValueError(f"attention: backend triton needs d <= {WIDEST}, got d={q.shape[-1]}")
-    seed = common.draw_seed("attention", seed, q.device) if dropout_p > 0 else None
+        raise ValueError(f"{op}: backend triton needs d <= {WIDEST}, got d={q.shape[-1]}")
+    seed = common.draw_seed(op, seed, q.device) if dropout_p > 0 else None
     q, k, v = map(_contiguous_channels, (q, k, v))
     # A default is not requested by its name, so its kernels are checked before their first use.
     requested = None if backends.requested_backend(backend) is None else name

@@ -206,22 +206,23 @@ def draw_seed(
     if isinstance(seed, Tensor):
         if seed.dim() == 0 and seed.dtype == torch.int64 and seed.device == device:
             return seed.clone()
+        got = f"{seed.dtype} {tuple(seed.shape)} on {seed.device}"
     elif isinstance(seed, bool) or checks.is_whole(seed):
         # Any int is allowed: it is taken modulo 2^64.
         number = (operator.index(seed) + 2**63) % 2**64 - 2**63
         return torch.tensor(number, dtype=torch.int64, device=device)
-    expected = f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}"
-    if isinstance(seed, Tensor):
-        raise ValueError(f"{expected}, got {seed.dtype} {tuple(seed.shape)} on {seed.device}")
-    raise TypeError(f"{expected}, got {seed!r}")
+    else:
+        got = repr(seed)
+    raise TypeError(
+        f"{op}: {argument} must be an int or a 0-dim int64 tensor on {device}, got {got}"
+    )
 
 
 def checked_sources(op: str, name: str, sources: Sequence[Tensor]) -> list[Tensor]:
     """Checks 1 or more tensors (..., D) of one shape, dtype and device, and makes them so by
     `promoted`."""
-    if not isinstance(sources, Iterable) or (isinstance(sources, Tensor) and sources.dim() == 0):
-        kind = type(sources).__name__
-        raise TypeError(f"{op}: {name} must be a list of tensors, got {kind}")
+    if not isinstance(sources, Iterable):
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {type(sources).__name__}")
     sources = list(sources)
     if not sources:
         raise ValueError(f"{op}: {name} must hold at least 1 tensor, got 0")

@@ -78,11 +78,6 @@ def _flops(x, a) -> int:
     return 2 * x.numel() * a.up.shape[0] // x.shape[-1] * (x.shape[-1] + a.down.shape[0])
 
 
-def _grad_flops(a) -> int:
-    recomputed = 2 * a.sum.numel() * a.up.shape[0] if _lean(a) else 0
-    return recomputed + 2 * _flops(a.sum, a)
-
-
 _feed_forward_grad = Op(
     "feed_forward_grad(Tensor sum, Tensor? dout, Tensor? dsum, Tensor? dn, Tensor? norm_weight, "
     "Tensor? norm_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? mean, Tensor rstd, "
@@ -91,7 +86,7 @@ _feed_forward_grad = Op(
     "Tensor dresidual, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup, Tensor dup_bias, "
     "Tensor ddown, Tensor ddown_bias)",
     _grad_forward,
-    flops=_grad_flops,
+    flops=lambda a: 2 * _flops(a.sum, a) + _lean(a) * 2 * a.sum.numel() * a.up.shape[0],
 )
 
 

@@ -37,18 +37,6 @@ def chunk_rows(tokens: int, vocabulary: int, device_type: str) -> int:
     return min(max(least, -(-tokens // SHARE)), tokens)
 
 
-def _check_targets(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Checks targets on the CPU only: reading a GPU's tensor would wait for the GPU."""
-    if target.device.type != "cpu":
-        return
-    wrong = target[((target < 0) | (target >= vocabulary)) & (target != ignore_index)]
-    if wrong.numel() > 0:
-        raise ValueError(
-            f"linear_cross_entropy: target must be in [0, {vocabulary}) or {ignore_index}, "
-            f"got {wrong[0].item()}"
-        )
-
-
 def _classes(x: Tensor) -> Iterator[slice]:
     """The classes, the columns of ``x``, that are processed at a time."""
     narrow = x.device.type == "cpu" and x.dtype.itemsize == 2
@@ -98,20 +86,18 @@ def _add_outer(
             total[part].addmm_(dlogits[:, part].to(total.dtype).mT, hidden, beta=beta)
 
 
-def _add_sum(total: Tensor, dlogits: Tensor, first: bool) -> None:
-    """``total += sum_t dlogits[t]`` in the dtype of ``total``; the ``first`` call overwrites it."""
-    for part in _classes(dlogits):
-        sums = dlogits[:, part].sum(0, dtype=total.dtype)
-        total[part] = sums if first else total[part] + sums
-
-
 def _forward(a):
     hidden, weight, dtype, (V, D) = a.hidden, a.weight, a.hidden.dtype, a.weight.shape
     wide = logits_dtype(dtype)
     _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device, wide)
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
-    _check_targets(target, V, a.ignore_index)
-    T = rows.shape[0]
+    T, ignored = rows.shape[0], target == a.ignore_index
+    # On the CPU only: reading a GPU's tensor would wait for the GPU.
+    wrong = target[((target < 0) | (target >= V)) & ~ignored] if target.is_cpu else target[:0]
+    if wrong.numel() > 0:
+        raise ValueError(
+            f"linear_cross_entropy: target must be in [0, {V}) or {a.ignore_index}, got {wrong[0]}"
+        )
     chunk = chunk_rows(T, V, hidden.device.type) if a.chunk is None else min(a.chunk, T)
     _, _, correct, dhidden, dweight, dbias, _ = _fake(a)
     correct.zero_()
@@ -147,9 +133,10 @@ def _forward(a):
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
         if a.want_dweight:
             _add_outer(dweight, logits, h, first=start == 0, result=weight.dtype)
-        if a.want_dbias:
-            _add_sum(dbias, logits, first=start == 0)
-    count = (target != a.ignore_index).sum() if a.mean else losses.new_ones(())
+        for columns in _classes(logits) if a.want_dbias else ():
+            sums = logits[:, columns].sum(0, dtype=dbias.dtype)
+            dbias[columns] = sums if start == 0 else dbias[columns] + sums
+    count = (~ignored).sum() if a.mean else losses.new_ones(())
     # Where every target is ignored, the mean loss is nan and its gradient 0.
     scale = count.clamp(min=1).to(losses.dtype).reciprocal()
     loss, nll = losses[0].sum() / count, losses[1].sum() / count
@@ -175,10 +162,6 @@ def _fake(a):
     dbias = a.weight.new_empty(a.weight.shape[0] if a.want_dbias else 0, dtype=dtype)
     nll, correct, scale = torch.empty_like(loss), a.target.new_empty(()), torch.empty_like(loss)
     return loss, nll, correct, dhidden, dweight, dbias, scale
-
-
-def _flops(a) -> int:
-    return 2 * (1 + a.want_dhidden + a.want_dweight) * a.hidden.numel() * a.weight.shape[0]
 
 
 def _may_overwrite(ctx, factor: Tensor) -> bool:
@@ -234,7 +217,9 @@ _linear_cross_entropy = Op(
     "Tensor scale)",
     _forward,
     fake=_fake,
-    flops=_flops,
+    flops=lambda a: (
+        2 * (1 + a.want_dhidden + a.want_dweight) * a.hidden.numel() * a.weight.shape[0]
+    ),
     # The op casts weight and bias itself, so that their gradients are summed in fp32.
     cast=("hidden",),
     setup=_setup,
@@ -326,5 +311,6 @@ def linear_cross_entropy(
     loss, nll, correct = _linear_cross_entropy(
         *given, target, *options, *wants, return_correct, backend
     )
-    more = (*((nll,) if return_nll else ()), *((correct,) if return_correct else ()))
-    return (loss, *more) if more else loss
+    if not return_nll and not return_correct:
+        return loss
+    return loss, *[nll] * return_nll, *[correct] * return_correct

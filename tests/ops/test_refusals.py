@@ -121,9 +121,16 @@ WORDS = {
         ({"cu_seqlens_q": [0, 4]}, "cu_seqlens_q must be a dense tensor, got list", TypeError),
         ({"cu_seqlens_q": CU.long()}, r"torch.int32 \(N \+ 1,\) on cpu, got torch.int64"),
         ({"cu_seqlens_k": offsets([2, 2], "cpu")}, r"torch.int32 \(2,\) on cpu, got .*\(3,\)"),
-        ({"cu_seqlens_k": offsets([3], "cpu")}, r"from 0 to the 4 tokens, got \[0, 3"),
-        ({"cu_seqlens_q": offsets([5], "cpu")}, r"from 0 to the 4 tokens, got \[0, 5"),
-        ({"max_seqlen_q": 3}, "at least the longest sentence, 4, got 3"),
+        (
+            {"cu_seqlens_k": offsets([3], "cpu")},
+            r"rise from 0 to the 4 tokens, by .*, got \[0, 3\]",
+        ),
+        (
+            {"cu_seqlens_q": offsets([5], "cpu")},
+            r"rise from 0 to the 4 tokens, by .*, got \[0, 5\]",
+        ),
+        ({"cu_seqlens_k": CU - 1}, r"rise from 0 to the 4 tokens, by .*, got \[-1, 3\]"),
+        ({"max_seqlen_q": 3}, r"by at most max_seqlen_q=3, got \[0, 4\]"),
         ({"max_seqlen_k": -1}, "max_seqlen_k must be an integer .* at least 0, got -1"),
         ({"max_seqlen_q": math.nan}, "attention: max_seqlen_q must be .*, got nan"),
         ({"scale": math.nan}, "attention: scale must be a finite number, got nan"),
@@ -258,9 +265,3 @@ def test_a_tensor_is_a_dense_one(op):
     for wrong, words in (([1.0], "a tensor, got list"), sparse, (nested, f"{dense} nested one")):
         with pytest.raises(TypeError, match=rf"^{op}: .* must be {words}"):
             called(op, **{name: [wrong, x] if listed else wrong})
-
-
-@pytest.mark.parametrize("op", ["depth_mix", "depth_attention"])
-def test_sources_are_no_scalar(op):
-    with pytest.raises(TypeError, match=f"^{op}: sources must be a list of tensors, got Tensor"):
-        called(op, sources=torch.tensor(1.0))
