@@ -35,10 +35,7 @@ def seen(queries: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
     return mask & (after >= -left) if min(left, right) >= 0 else mask
 
 
-def padded(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool,
-    scale: float | None = None,
-) -> Tensor:  # fmt: skip
+def padded(q, k, v, mask, dropout_p: float, causal: bool, scale: float | None = None) -> Tensor:
     """Attention of q (B, H, S, d) to k and v (B, G, N, d); without a ``mask`` (B, 1, S, N) it may
     be causal."""
     if q.is_cuda and mask is not None:

@@ -24,13 +24,14 @@ def _packed(name, rows, p):
 
 
 def _sum(name, rows, p):
-    return Case(
-        name=name, op="boundary", operands={"x": rows.random(), "residual": rows.random()},
-        run=lambda x, residual, backend: add_dropout_op(
-            x, residual, p, torch.tensor(SEED), backend
-        ),
-        plain=lambda dropout, x, residual: residual + dropout(x, p, SEED),
-    )  # fmt: skip
+    def run(x, residual, backend):
+        return add_dropout_op(x, residual, p, torch.tensor(SEED), backend)
+
+    def plain(dropout, x, residual):
+        return residual + dropout(x, p, SEED)
+
+    operands = {"x": rows.random(), "residual": rows.random()}
+    return Case(name=name, op="boundary", operands=operands, run=run, plain=plain)
 
 
 def _recurrent(name, rows, _):
@@ -77,10 +78,8 @@ FEWER = {
 EVERY = MAKERS | RMS | FEWER
 
 PRODUCTS = [name for name in EVERY if name.startswith(("norm_linear", "feed_forward"))]
-ROWS = [
-    name for name in EVERY
-    if name not in (*PRODUCTS, "attention", "linear_cross_entropy", "peephole_lstm")
-]  # fmt: skip
+OTHERS = (*PRODUCTS, "attention", "linear_cross_entropy", "peephole_lstm")
+ROWS = [name for name in EVERY if name not in OTHERS]
 """Cases over tokens (..., D) without a matrix product, whose bits depend on strides and threads."""
 
 
@@ -119,10 +118,9 @@ def of_any_length(name, backend, p):
     def attention(q, k, v):
         tokens = q.shape[0]  # len(q) would be a constant of an exported program.
         lengths = torch.tensor([0, 2, tokens], dtype=torch.int32)
-        return public.attention(
-            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=tokens,
-            max_seqlen_k=tokens, causal=True, window=1, dropout_p=p, seed=SEED, backend=backend,
-        )  # fmt: skip
+        options = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": True, "window": 1}
+        options |= {"max_seqlen_q": tokens, "max_seqlen_k": tokens, "dropout_p": p, "seed": SEED}
+        return public.attention(q, k, v, **options, backend=backend)
 
     def linear_cross_entropy(x, weight, bias):
         target = torch.arange(x.shape[0]) % N

@@ -30,22 +30,25 @@ LENGTHS = [
 ]
 # Heads of q and of k, window, causal.
 PATTERNS = [
-    ((4, 2), None, False), ((4, 2), None, True), ((3, 1), 2, False), ((4, 1), 1, True),
-    ((2, 2), (2, None), False), ((2, 2), (-1, 1), False), ((2, 2), (1, 3), False),
-    ((4, 2), (3, None), True), ((2, 2), 99, False),
-]  # fmt: skip
+    ((4, 2), None, False),
+    ((4, 2), None, True),
+    ((3, 1), 2, False),
+    ((4, 1), 1, True),
+    ((2, 2), (2, None), False),
+    ((2, 2), (-1, 1), False),
+    ((2, 2), (1, 3), False),
+    ((4, 2), (3, None), True),
+    ((2, 2), 99, False),
+]
+OF_PATTERNS = [([9], [9]), ([3, 7, 1], [3, 7, 1]), ([2, 5, 4], [6, 3, 1]), ([5, 0], [2, 3])]
 # Several blocks of queries, and windows that begin far behind the first key.
 LONG = [
     ([300], [300], (4, 2), None, True),
     ([300], [300], (2, 2), (5, 3), False),
     ([40, 200], [260, 170], (2, 1), (130, None), False),
 ]
-CASES = [
-    *((q, k, (H, H), None, causal) for q, k, causal in LENGTHS),
-    *((q, k, *pattern) for pattern in PATTERNS
-      for q, k in (([9], [9]), ([3, 7, 1], [3, 7, 1]), ([2, 5, 4], [6, 3, 1]), ([5, 0], [2, 3]))),
-]  # fmt: skip
-DROPOUT = pytest.mark.parametrize("p", [0.0, 0.3])
+CASES = [(q, k, (H, H), None, causal) for q, k, causal in LENGTHS]
+CASES += [(*lengths, *pattern) for pattern in PATTERNS for lengths in OF_PATTERNS]
 
 compiled = pytest.mark.skipif(
     backends.refusal("attention", "cpu", "cpu", torch.float32) is not None,
@@ -62,17 +65,11 @@ def server(request):
     return request.param
 
 
-def cu_seqlens(lengths):
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-
-
 def call(q, k, v, queries, keys, causal, **options):
-    cu_q = cu_seqlens(queries)
-    cu_k = cu_q if queries == keys else cu_seqlens(keys)
-    return attention(
-        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max(queries, default=0),
-        max_seqlen_k=max(keys, default=0), causal=causal, **options,
-    )  # fmt: skip
+    cu_q = sentences.offsets(queries, "cpu")
+    cu_k = cu_q if queries == keys else sentences.offsets(keys, "cpu")
+    options |= {"max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0)}
+    return attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=causal, **options)
 
 
 def operands(queries, keys, heads=(H, H)):
@@ -86,6 +83,14 @@ def results(leaves, dtype, grad, *args, **options):
     o = call(*leaves, *args, **options)
     o.backward(grad.to(dtype))
     return dict(zip("oqkv", [o.detach(), *(x.grad for x in leaves)], strict=True))
+
+
+def assert_near(tolerances, by, leaves, *args, **options):
+    """A backend is as near to float64 as the reference."""
+    grad = torch.randn(leaves[0].shape)
+    runs = (torch.float32, by), (torch.float32, "reference"), (torch.float64, "reference")
+    found = (results(leaves, dtype, grad, *args, backend=b, **options) for dtype, b in runs)
+    tolerances.assert_all_accurate(*found, torch.float32)
 
 
 def case_of(queries, keys, heads, window, causal, p=0.0):
@@ -104,7 +109,7 @@ def test_agrees(server, dtype, queries, keys, heads, window, causal):
     assert_agrees(case_of(queries, keys, heads, window, causal), server, dtype)
 
 
-@DROPOUT
+@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("queries", "keys", "heads", "window", "causal"), LONG, ids=str)
 def test_long_sentences(dtype, queries, keys, heads, window, causal, p):
@@ -126,12 +131,8 @@ def test_forms_of_a_window():
 
 def test_no_tokens_between_other_channels(server):
     """`contiguous` does not change the strides of an empty tensor."""
-    q, k, v = leaves = [torch.ones(0, H, 2 * D, requires_grad=True) for _ in range(3)]
-    cu = cu_seqlens([0])
-    out = attention(
-        q[..., ::2], k[..., ::2], v[..., ::2], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=0,
-        max_seqlen_k=0, backend=server,
-    )  # fmt: skip
+    leaves = [torch.ones(0, H, 2 * D, requires_grad=True) for _ in range(3)]
+    out = call(*(x[..., ::2] for x in leaves), [0], [0], False, backend=server)
     assert out.shape == (0, H, D)
     grads = torch.autograd.grad(out, leaves, torch.ones(0, H, 2 * D)[..., ::2])
     assert [grad.shape for grad in grads] == [(0, H, 2 * D)] * 3
@@ -172,14 +173,8 @@ def test_dropout_by_seed(heads, window, server):
 @pytest.mark.parametrize("scale", [-0.5, 0, 0.3])
 def test_any_scale(tolerances, server, scale, causal):
     """A scale of 0 weighs keys equally, a negative one reverses the order; masks still apply."""
-    queries, keys = [2, 5], [6, 9]
-    leaves, grad = operands(queries, keys), torch.randn(sum(queries), H, D)
-    got, plain, exact = (
-        results(leaves, dtype, grad, queries, keys, causal, backend=by, scale=scale)
-        for dtype, by in ((torch.float32, server), (torch.float32, "reference"),
-                          (torch.float64, "reference"))
-    )  # fmt: skip
-    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+    lengths = [2, 5], [6, 9]
+    assert_near(tolerances, server, operands(*lengths), *lengths, causal, scale=scale)
 
 
 def test_everything_dropped(server):
@@ -192,17 +187,9 @@ def test_everything_dropped(server):
 @pytest.mark.parametrize(("queries", "keys"), [(8, 5000), (5000, 8)])
 def test_long_sums_stay_accurate(tolerances, queries, keys):
     """Sums over many keys, and over many queries."""
-    leaves, grad = operands([queries], [keys]), torch.randn(queries, H, D)
+    leaves = operands([queries], [keys])
     leaves[2] += 1
-    got, plain, exact = (
-        results(leaves, dtype, grad, [queries], [keys], False, backend=by)
-        for dtype, by in (
-            (torch.float32, "cpu"),
-            (torch.float32, "reference"),
-            (torch.float64, "reference"),
-        )
-    )
-    tolerances.assert_all_accurate(got, plain, exact, torch.float32)
+    assert_near(tolerances, "cpu", leaves, [queries], [keys], False)
 
 
 @compiled

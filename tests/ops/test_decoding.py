@@ -110,10 +110,9 @@ def test_large_scores_nan_and_nothing_seen():
 )
 def test_refused_operands(changed, message):
     keys, values = torch.randn(2, 3, 2, 5, 4)
-    given = {
-        "q": torch.randn(2, 8), "keys": keys, "values": values, "sentences": torch.tensor([0, 1]),
-        "new": (torch.randn(2, 8), torch.randn(2, 8)), "columns": torch.tensor([[0], [1]]),
-    } | changed  # fmt: skip
+    given = {"q": torch.randn(2, 8), "keys": keys, "values": values}
+    given |= {"sentences": torch.tensor([0, 1]), "columns": torch.tensor([[0], [1]])}
+    given |= {"new": (torch.randn(2, 8), torch.randn(2, 8))} | changed
     with pytest.raises(RuntimeError, match=message):
         decoding.cached_attention(**given)
 

@@ -37,13 +37,14 @@ def ours(program):
     return {n.target for n in program.graph.nodes if str(n.target).startswith("deepfast.")}
 
 
-@pytest.mark.parametrize(
-    ("name", "p"),
-    [
-        pytest.param(name, p, marks=() if p and name in NAMES else pytest.mark.exhaustive)
-        for name in EVERY for p in (0.0, 0.3)
-    ],
-)  # fmt: skip
+CASES = [
+    pytest.param(name, p, marks=() if p and name in NAMES else pytest.mark.exhaustive)
+    for name in EVERY
+    for p in (0.0, 0.3)
+]
+
+
+@pytest.mark.parametrize(("name", "p"), CASES)
 def test_a_decomposed_program_has_torchs_ops_alone(name, p):
     c, program = Call(name, None, p), exported(name, p)
     assert ours(program) == ours(program.run_decompositions({})) == {c.operator()[0]}

@@ -30,8 +30,8 @@ def activated(kind):
     )
 
 
-FORMS = {"add_layer_norm": summed, "add_dropout": added, "relu": activated("relu"),
-         "gelu": activated("gelu")}  # fmt: skip
+FORMS = {"add_layer_norm": summed, "add_dropout": added}
+FORMS |= {kind: activated(kind) for kind in ("relu", "gelu")}
 
 
 @pytest.fixture(params=FORMS)

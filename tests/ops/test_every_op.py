@@ -9,7 +9,7 @@ import torch
 from deepfast import backend as backends
 from deepfast.cases.case import tuple_of
 from deepfast.cases.sizes import LISTED, Sizes
-from tests.ops.cases import EVERY, PRODUCTS, ROWS, Call, assert_agrees, equal, results
+from tests.ops.cases import EVERY, PRODUCTS, RMS, ROWS, Call, assert_agrees, equal, results
 
 EVERY_OP = pytest.mark.parametrize("name", EVERY)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -18,8 +18,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 OPS = {name: listed for name, listed in LISTED.items() if not name.endswith("boundary")}
 # Rows with and without whole vectors, with several kinds of tail; rows of more than 8192 channels.
-SIZES = {"small": Sizes(5, 17, 32, 20), "one": Sizes(1, 1, 8, 36), "more": Sizes(70, 255, 64, 33),
-         "wide": Sizes(2, 9001, 8192, 129, 9)}  # fmt: skip
+SIZES = {
+    "small": Sizes(5, 17, 32, 20),
+    "one": Sizes(1, 1, 8, 36),
+    "more": Sizes(70, 255, 64, 33),
+    "wide": Sizes(2, 9001, 8192, 129, 9),
+}
 NARROW = ("norm_linear", "feed_forward", "linear_cross_entropy", "peephole_lstm")
 
 
@@ -161,10 +165,13 @@ def test_gradients_that_never_came(backend, name):
     assert all(x.grad is None for x in c.leaves)
 
 
-SEVERAL_RESULTS = (
-    "layer_norm", "layer_norm, no bias", "rms_norm", "depth_attention", "depth_attention, scores",
-    "norm_linear", "norm_linear, rms", "feed_forward", "feed_forward, rms", "peephole_lstm",
-)  # fmt: skip
+SEVERAL_RESULTS = [
+    "layer_norm",
+    "layer_norm, no bias",
+    "depth_attention",
+    "depth_attention, scores",
+]
+SEVERAL_RESULTS += ["norm_linear", "feed_forward", "peephole_lstm", *RMS]
 
 
 @pytest.mark.parametrize("name", SEVERAL_RESULTS)

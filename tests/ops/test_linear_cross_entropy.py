@@ -43,10 +43,8 @@ def test_agrees(backend, dtype, shape, smoothing, biased, reduction, chunk):
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(backend):
     hidden, target = torch.zeros(3, 4), torch.tensor([0, 1, 49])
-    loss, nll = linear_cross_entropy(
-        hidden, torch.randn(50, 4), target, label_smoothing=0.1, reduction="sum", return_nll=True,
-        backend=backend,
-    )  # fmt: skip
+    options = {"label_smoothing": 0.1, "reduction": "sum", "return_nll": True, "backend": backend}
+    loss, nll = linear_cross_entropy(hidden, torch.randn(50, 4), target, **options)
     assert loss.item() == pytest.approx(3 * math.log(50))
     assert nll.item() == pytest.approx(3 * math.log(50))
     assert not nll.requires_grad
