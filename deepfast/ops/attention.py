@@ -195,11 +195,8 @@ def attention(
         _check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     q, k, v = common.autocast(q, k, v)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    else:
-        checks.finite(op, "scale", scale)
-        scale = float(scale)
+    checks.finite(op, "scale", 0 if scale is None else scale)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = backends.attention_width(q.device, max_seqlen_q, max_seqlen_k)
     name = backends.chosen(op, backend, q.device, q.dtype, width)
     if name == "triton" and q.shape[-1] > WIDEST and backends.requested_backend(backend) is None:

@@ -71,8 +71,6 @@ def attention_residual(
         residuals = residuals.unbind(0)
     sources = common.checked_sources(op, "residuals", residuals)
     first = sources[0]
-    if not first.is_floating_point():
-        raise ValueError(f"{op}: residuals must have a floating-point dtype, got {first.dtype}")
     checks.tensor(op, "query", query)
     dim = first.shape[-1:]
     checks.parameter(op, "query", query, tuple(dim), first.device)

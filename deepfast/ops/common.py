@@ -188,7 +188,7 @@ def detached(p: Tensor | None) -> Tensor | None:
     return None if p is None else p.detach()
 
 
-def probability(op: str, dropout_p: float, training: bool, *, argument: str = "dropout_p") -> float:
+def probability(op: str, dropout_p: float, training: bool, argument: str = "dropout_p") -> float:
     """The probability of dropout, checked: 0 outside of training."""
     checks.probability(op, dropout_p, argument=argument)
     checks.flag(op, training=training)
@@ -196,7 +196,7 @@ def probability(op: str, dropout_p: float, training: bool, *, argument: str = "d
 
 
 def draw_seed(
-    op: str, seed: int | Tensor | None, device: torch.device, *, argument: str = "seed"
+    op: str, seed: int | Tensor | None, device: torch.device, argument: str = "seed"
 ) -> Tensor:
     """The seed as a 0-dim int64 tensor on ``device``; for None a seed from torch's generator of
     that device, so that `torch.manual_seed`, checkpointing and CUDA graphs reproduce it. A tensor

@@ -103,9 +103,7 @@ _depth_attention = Op(
 def _check_query(first: Tensor, query: Tensor, norm_weight: Tensor | None) -> None:
     op, dim = "depth_attention", first.shape[-1]
     checks.tensor(op, "query", query)
-    shape = tuple(query.shape)
-    if query.dim() > 2 or query.shape[-1] != dim or query.numel() == 0:
-        raise ValueError(f"{op}: query must be ({dim},) or (H, {dim}) with H >= 1, got {shape}")
+    shape = (dim,) if query.dim() == 1 else (query.shape[0], dim)
     checks.parameter(op, "query", query, shape, first.device)
     if norm_weight is not None:
         checks.tensor(op, "norm_weight", norm_weight)

@@ -176,12 +176,7 @@ def depth_mix(
     first = sources[0]
     count, dim = len(sources), first.shape[-1]
     checks.tensor("depth_mix", "weight", weight)
-    shape = tuple(weight.shape)
-    # One by one, because a compiler cannot search a tuple for sizes that it does not know. The one
-    # of torch 2.10 cannot tell whether a tuple is empty, except by its length.
-    one = len(shape) > 0 and shape[0] == count
-    if not one or not (len(shape) == 1 or (len(shape) == 2 and shape[1] == dim)):
-        raise ValueError(f"depth_mix: weight must be ({count},) or ({count}, {dim}), got {shape}")
+    shape = (count,) if weight.dim() == 1 else (count, dim)
     checks.parameter("depth_mix", "weight", weight, shape, first.device)
     checks.parameter("depth_mix", "norm_weight", norm_weight, (count, dim), first.device)
     checks.parameter("depth_mix", "norm_bias", norm_bias, (count, dim), first.device)

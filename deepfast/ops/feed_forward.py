@@ -184,7 +184,7 @@ def feed_forward(
     norm_operands = norm_weight, norm_bias, eps, norm_type == "rms"
     x, residual = norm.check(op, x, residual, norm_operands, prefix="norm_")
     p = common.probability(op, dropout_p, training)
-    q = common.probability(op, activation_dropout_p, training, argument="activation_dropout_p")
+    q = common.probability(op, activation_dropout_p, training, "activation_dropout_p")
     checks.flag(op, recompute=recompute, return_norm=return_norm)
     shape = "F", x.shape[-1]
     up_weight, _ = common.linear_operands(op, x, shape, up_weight, None, prefix="up_")
@@ -192,13 +192,9 @@ def feed_forward(
     shape, down = ("N", up_weight.shape[0]), (down_weight, down_bias)
     down = common.linear_operands(op, x, shape, *down, prefix="down_")
     seed = common.draw_seed(op, seed, x.device) if p > 0 else None
-    seed_of_activation = None
-    if q > 0:
-        seed_of_activation = common.draw_seed(
-            op, activation_seed, x.device, argument="activation_seed"
-        )
+    drawn = common.draw_seed(op, activation_seed, x.device, "activation_seed") if q > 0 else None
     parameters = norm_weight, norm_bias, up_weight, up_bias, *down
-    options = eps, norm_type == "rms", p, seed, activation, q, seed_of_activation
+    options = eps, norm_type == "rms", p, seed, activation, q, drawn
     out, total, n = _feed_forward(
         x, residual, *parameters, *options, not recompute, return_norm, backend
     )

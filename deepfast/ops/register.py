@@ -60,11 +60,6 @@ def _as_tuple(results) -> tuple:
     return results if isinstance(results, tuple) else (results,)
 
 
-def _first(args: tuple) -> Tensor:
-    """The first operand, or the first tensor of the list that it is."""
-    return args[0][0] if isinstance(args[0], list) else args[0]
-
-
 @dataclass(eq=False)
 class Op:
     """The op ``deepfast::<schema>``, registered with torch.
@@ -165,9 +160,10 @@ class Op:
         """``function`` of the operands in order, with an empty tensor for a missing result."""
 
         def run(*args):
-            results, like = function(self.operands._make(args)), _first(args)
+            results = function(self.operands._make(args))
             if isinstance(results, Tensor):
                 return results
+            like = args[0][0] if isinstance(args[0], list) else args[0]
             return tuple(like.new_empty(0) if x is None else x for x in results)
 
         return run

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,41 +17,37 @@ def names(run):
     return {name for name in found if not re.match(r"aten::|torch::|\w+Backward0$|detach$", name)}
 
 
-def test_each_node_of_a_stack_is_named():
+def of_a_stack():
     encoder = nn.TransformerEncoder(2, 16, 2, 32)
     x, mask = torch.randn(2, 5, 16, requires_grad=True), torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 3:] = True
-    found = names(lambda: encoder(x, mask).sum().backward())
-    assert all(name.startswith("deepfast::") for name in found), found
-    nodes = (
-        "attention",
-        "boundary",
-        "boundary_parameters",
-        "feed_forward",
-        "masked_weight",
-        "pack",
-    )
-    for node in (*nodes, "unpack"):
-        assert {f"deepfast::{node}", f"deepfast::{node}Backward"} <= found, node
+    encoder(x, mask).sum().backward()
 
 
-def test_each_node_of_attention_residuals_is_named():
-    x = torch.randn(3, 8, requires_grad=True)
+def of_attention_residuals():
+    connection, history = nn.AttentionResiduals(2, 8), nn.DepthHistory()
+    y = connection(torch.randn(3, 8, requires_grad=True), history)
+    for _ in range(2):
+        y = connection(y, history)
+    y.sum().backward()
 
-    def run():
-        connection, history = nn.AttentionResiduals(2, 8), nn.DepthHistory()
-        y = connection(x, history)
-        for _ in range(2):
-            y = connection(y, history)
-        y.sum().backward()
 
+def of_an_op():
+    ops.layer_norm(torch.randn(4, 6, requires_grad=True), None, None).sum().backward()
+
+
+NODES = {
+    of_a_stack: "attention boundary boundary_parameters feed_forward masked_weight pack unpack",
+    of_attention_residuals: "scaled_query boundary",
+    of_an_op: "layer_norm",
+}
+
+
+@pytest.mark.parametrize(("run", "nodes"), NODES.items())
+def test_each_node_is_named(run, nodes):
     found = names(run)
     assert not [name for name in found if name.startswith("_")], found
-    for node in ("scaled_query", "boundary"):
+    if run is of_a_stack:
+        assert all(name.startswith("deepfast::") for name in found), found
+    for node in nodes.split():
         assert {f"deepfast::{node}", f"deepfast::{node}Backward"} <= found, node
-
-
-def test_an_op_carries_its_own_name():
-    x = torch.randn(4, 6, requires_grad=True)
-    found = names(lambda: ops.layer_norm(x, None, None).sum().backward())
-    assert {"deepfast::layer_norm", "deepfast::layer_normBackward"} <= found

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
-from deepfast import backend as backends
 from deepfast.cases import sentences
 from deepfast.ops import peephole_lstm
 from tests.ops.cases import equal
-
-
-@pytest.fixture(params=["cpu", "reference"])
-def backend(request):
-    """It has no CUDA kernels; Triton's are tested in tests/kernels."""
-    reason = backends.refusal("peephole_lstm", request.param, "cpu", torch.float32)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
 
 
 def operands(T, B, H, dtype=torch.float32):
