@@ -24,13 +24,6 @@ def _contiguous_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-_LAUNCHED = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-    *("left", "right", "scale", "dropout_p", "seed"),
-)
-"""The operands that the launches of forward and of backward share."""
-
-
 def _launches(a) -> tuple[Any, dict]:
     """The launches of the backend that was requested, or of the default one; and their shared
     operands."""
@@ -39,7 +32,8 @@ def _launches(a) -> tuple[Any, dict]:
     # After a failed check the default is torch's attention, which cannot go on with the results of
     # a forward pass that was made before.
     launch = launch or common.launches("attention", "reference", a.q, None)
-    return launch, {name: getattr(a, name) for name in _LAUNCHED}
+    *names, _backend = _attention.operands._fields
+    return launch, {name: getattr(a, name) for name in names}
 
 
 def _forward(a):

@@ -1,4 +1,4 @@
-"""What every op shares: casts, layouts, seeds, and checks of several operands at once."""
+"""Casts, layouts, seeds, launches, and checks of several operands at once, for every op."""
 
 import functools
 import operator

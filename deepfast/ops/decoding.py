@@ -1,4 +1,4 @@
-"""What a step of decoding computes besides matrix products, without autograd.
+"""A step of decoding besides its matrix products, without autograd.
 
 On a CPU each function is one compiled op; elsewhere, and where torch traces, `best_tokens` is
 several ops of torch and `deepfast.nn` attends by torch's SDPA.

@@ -225,7 +225,7 @@ class Op:
         return ordered
 
     def _setup(self, ctx, inputs, output) -> None:
-        """What torch calls after the forward pass of the registered op."""
+        """`save`, as torch calls it after the forward pass of the registered op."""
         results = _as_tuple(output)
         if self.public is not None:
             ctx.mark_non_differentiable(*results[self.public :])
@@ -233,8 +233,8 @@ class Op:
 
     def _backward(self, ctx, *grads) -> tuple:
         needs = [ctx.needs_input_grad[i] for i in self.places]
-        found = dict(zip(self.places, self.differentiate(ctx, needs, grads), strict=True))
-        return tuple(map(found.get, range(len(ctx.needs_input_grad))))
+        of_places = dict(zip(self.places, self.differentiate(ctx, needs, grads), strict=True))
+        return tuple(map(of_places.get, range(len(ctx.needs_input_grad))))
 
 
 def _node(op: Op):

@@ -48,19 +48,19 @@ def padded(q, k, v, mask, dropout_p: float, causal: bool, scale: float | None = 
 
 
 def _mask(a, dense: bool) -> Tensor | None:
-    """What padded sentences see, (N or 1, 1, M or 1, S); None for all keys.
+    """The keys that padded queries see, (N or 1, 1, M or 1, S); None for all.
 
     dense: whether no key is padding. Padding may see anything.
     """
-    alike, device = a.cu_seqlens_q is a.cu_seqlens_k, a.q.device
+    same, device = a.cu_seqlens_q is a.cu_seqlens_k, a.q.device
     keys = torch.arange(a.max_seqlen_k, device=device)
     queries = torch.arange(a.max_seqlen_q, device=device)
     lengths, masks = a.cu_seqlens_k.diff(), []
     # A token that looks back from its own key does not reach the padding behind it.
-    if not dense and not (alike and a.right == 0):
+    if not dense and not (same and a.right == 0):
         masks.append((keys < lengths[:, None])[:, None, None])
     if max(a.left, a.right) >= 0:
-        if not alike:
+        if not same:
             queries = queries + (lengths - a.cu_seqlens_q.diff())[:, None]
         masks.append(seen(queries.view(-1, 1, a.max_seqlen_q), keys, a.left, a.right))
     return functools.reduce(torch.logical_and, masks) if masks else None
