@@ -256,7 +256,7 @@ def depth_attention(
         given |= {"norm_weight": gains(rows.dim)} if gain else {}
 
     def run(query=None, scores=None, norm_weight=None, *, backend=None, **sources):
-        return ops.depth_attention(  # type: ignore[call-overload]
+        return ops.depth_attention(
             list(sources.values()), query, scores=scores, norm_weight=norm_weight, return_lse=lse,
             backend=backend,
         )  # fmt: skip
