@@ -8,14 +8,8 @@ from deepfast.ops import common
 from deepfast.ops.register import Op
 from deepfast.reference.dropout import add_dropout as reference
 
-_NORMS = {
-    "norm_source": False,
-    "source_eps": 0.0,
-    "source_rms": False,
-    "out_eps": 0.0,
-    "out_rms": False,
-}
-"""The operands for a boundary's norms, where it has none."""
+_NO_NORMS = {"norm_source": False, "source_eps": 0.0, "source_rms": False}
+_NO_NORMS |= {"out_eps": 0.0, "out_rms": False}
 
 
 def _compute(a, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -24,7 +18,7 @@ def _compute(a, x: Tensor, residual: Tensor | None) -> Tensor:
     states, weight = common.rows(out).unsqueeze(0), x.new_empty(1, 1, dtype=compute_dtype(x.dtype))
     given = {"residual": common.rows(residual), "dropout_p": a.dropout_p, "seed": a.seed}
     common.launches("boundary", a.backend, x, x.shape[-1]).boundary_forward(
-        branch=x, **given, states=states, k=0, near=[], weight=weight, **_NORMS
+        branch=x, **given, states=states, k=0, near=[], weight=weight, **_NO_NORMS
     )
     return out
 

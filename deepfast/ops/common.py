@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 from deepfast import backend as backends
 from deepfast import checks
 from deepfast.dtypes import compute_dtype
+from deepfast.launches import LAUNCHES
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -67,14 +69,7 @@ def promoted(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tensors
 
 
-class _NoLaunches:
-    """Launches that compute nothing."""
-
-    def __getattr__(self, name: str):
-        return lambda **operands: None
-
-
-_NO_LAUNCHES = _NoLaunches()
+_NO_LAUNCHES = SimpleNamespace(**dict.fromkeys(LAUNCHES, lambda **operands: None))
 
 
 def launches(op: str, backend: str | None, x: Tensor, width: int | None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepfast import backend as backends
+from deepfast.dtypes import compute_dtype
 from deepfast.ops.register import watched
 
 
@@ -79,22 +80,19 @@ def best_tokens(
     Raises:
         RuntimeError: for an eos_id outside the vocabulary.
     """
-    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     count = min(count, logits_RV.shape[1])
     if not compiled(logits_RV):
-        return _best_by_torch(logits_RV, dtype, count, banned, eos_id)
+        return _best_by_torch(logits_RV, count, banned, eos_id)
     logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    values = logits.new_empty(logits.shape[0], count, dtype=dtype)
+    values = logits.new_empty(logits.shape[0], count, dtype=compute_dtype(logits.dtype))
     tokens = torch.empty_like(values, dtype=torch.int64)
     of_eos = values.new_empty(logits.shape[0])
     torch.ops.deepfast.best_tokens.default(logits, banned, eos_id, values, tokens, of_eos)
     return values, tokens, of_eos
 
 
-def _best_by_torch(
-    logits_RV: Tensor, dtype: torch.dtype, count: int, banned: list[int], eos_id: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    log_probs = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
+def _best_by_torch(logits_RV: Tensor, count: int, banned: list[int], eos_id: int):
+    log_probs = torch.log_softmax(logits_RV, dim=1, dtype=compute_dtype(logits_RV.dtype))
     of_eos = log_probs[:, eos_id].clone()
     for token in banned:
         log_probs[:, token] = -torch.inf
@@ -107,9 +105,8 @@ def _best_by_torch(
         last = values[:, count - 1]
         tied = ((last == values[:, count]) & (last > -torch.inf)).nonzero().squeeze(1)
         if tied.numel():
-            tokens[tied, :count] = _lowest_ids(
-                log_probs[tied], values[tied, :count], tokens[tied, :count]
-            )
+            best = values[tied, :count], tokens[tied, :count]
+            tokens[tied, :count] = _lowest_ids(log_probs[tied], *best)
     return values[:, :count], tokens[:, :count], of_eos
 
 

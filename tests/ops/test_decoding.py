@@ -123,8 +123,7 @@ def test_refused_operands(changed, message):
 def both(logits, count, banned, eos):
     """By the compiled op and by torch."""
     assert decoding.compiled(logits)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    by_torch = decoding._best_by_torch(logits, dtype, min(count, logits.shape[1]), banned, eos)
+    by_torch = decoding._best_by_torch(logits, min(count, logits.shape[1]), banned, eos)
     return decoding.best_tokens(logits, count, banned, eos), by_torch
 
 
