@@ -17,8 +17,7 @@ from deepfast.depth.connection import DepthConnection
 from deepfast.depth.depth_pass import DepthPass
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
-from deepfast.nn.recompute import Kept
-from deepfast.nn.rerun import rerun
+from deepfast.nn.recompute import Kept, rerun
 from deepfast.ops import common
 
 POLICIES = ("none", *RERUN)

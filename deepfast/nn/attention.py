@@ -1,6 +1,5 @@
 """Multi-head attention over packed sentences."""
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +9,9 @@ from deepfast import backend as backends
 from deepfast import checks, ops
 from deepfast.depth.connection import part
 from deepfast.nn.cache import KeyValueCache
-from deepfast.nn.connections.latent import Gate, gated
+from deepfast.nn.linear import Gate, check_input, gated
 from deepfast.nn.packing import Packing
-from deepfast.nn.recompute import Recompute, check_input, not_saved, plain
+from deepfast.nn.recompute import not_saved
 from deepfast.ops import common, decoding, torch_attention
 from deepfast.ops.attention import Window, window_sides
 
@@ -145,7 +144,6 @@ class MultiheadAttention(nn.Module):
         encoded: Tensor | tuple[Tensor, Tensor] | None = None,
         encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        recompute_x: Recompute | None = None,
         gate: Gate | None = None,
     ) -> Tensor:
         """Attends from x to itself, or to ``encoded``.
@@ -159,7 +157,6 @@ class MultiheadAttention(nn.Module):
             encoded_packing: packing of ``encoded``.
             cache: keys and values of earlier positions; x holds one new position per hypothesis,
                 and packing is that of the hypotheses.
-            recompute_x: recomputes x in backward; autograd then does not save x.
             gate: scales the result. A tensor must be a scalar, and may require a gradient.
 
         Returns:
@@ -174,14 +171,10 @@ class MultiheadAttention(nn.Module):
             padded = encoded[0].dim() == 4
         else:
             padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
-        # Decoding has no backward, and a compiler chooses itself what to recompute.
-        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         name = "query" if self.cross else "query_key_value"
         linear = getattr(self, name)
         check_input("MultiheadAttention", "x", x_TD, linear)
-        recomputes = backward and recompute_x is not None and plain(linear, nn.Linear)
-        recomputes = recomputes and recompute_x.gives(x_TD)
-        with not_saved([(x_TD, recompute_x)]) if recomputes else contextlib.nullcontext():
+        with not_saved(x_TD, linear):
             qkv = linear(x_TD)
         qkv = packing.unpack(qkv) if padded else qkv
         kv: Sequence[Tensor]

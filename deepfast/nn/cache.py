@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepfast.nn.connections.latent import Gate
+from deepfast.nn.linear import Gate
 from deepfast.nn.packing import Packing
 from deepfast.ops.decoding import cached_attention
 

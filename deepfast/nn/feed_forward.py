@@ -1,16 +1,13 @@
 """The feed-forward block of a layer, alone or behind the layer's norm."""
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from deepfast import ops
 from deepfast.memory.policies import RERUN
-from deepfast.nn.connections.latent import Gate, gated, gated_parameters
 from deepfast.nn.layer_norm import Norm, add_norm, plain_norm
-from deepfast.nn.recompute import plain
+from deepfast.nn.linear import Gate, gated, gated_parameters, plain
+from deepfast.nn.recompute import not_saved, rerun
 from deepfast.ops.activation import KINDS
 
 ACTIVATIONS = (*KINDS, "swiglu")
@@ -43,9 +40,14 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, gate: Gate | None = None) -> Tensor:
-        if plain(self.up, nn.Linear):
-            return self._rest(F.linear(x, self.up.weight), gate, self.up.bias)
-        return self._rest(self.up(x), gate)
+        # The first product has no name here, so that `_rest` can free it.
+        bias = self.up.bias if plain(self.up, nn.Linear) else None
+        return self._rest(self._first(x), gate, bias)
+
+    def _first(self, x: Tensor) -> Tensor:
+        """The first product; where the layer is plain, without its bias."""
+        with not_saved(x, self.up):
+            return F.linear(x, self.up.weight) if plain(self.up, nn.Linear) else self.up(x)
 
     def after_norm(
         self,
@@ -71,10 +73,10 @@ class FeedForward(nn.Module):
             # A rerun stops before the last product, which it could not do inside one op.
             if residual is None or return_norm or not fused:
                 n, s = add_norm(norm, x, residual, dropout_p)
-                run = self.forward
+                s = n if return_norm else s
                 if gated and recompute == "ffn":
-                    run = partial(checkpoint, self.forward, use_reentrant=False)
-                return (n if return_norm else s), run(n, gate)
+                    return s, rerun(self, lambda n: self(n, gate), (n,), None, {})
+                return s, self(n, gate)
             h, s = ops.add_norm_linear(
                 x, residual, norm.weight, norm.bias, self.up.weight, None, norm.eps,
                 norm_type=norm.norm_type, dropout_p=dropout_p, training=self.training,

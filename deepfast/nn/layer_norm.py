@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from deepfast import checks
 from deepfast.connections import names
 from deepfast.depth.push import OutNorm
-from deepfast.nn.recompute import Kept, Recompute, plain
+from deepfast.nn.linear import plain
+from deepfast.nn.recompute import Kept
 from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise
 
@@ -66,8 +67,8 @@ class Norm(nn.Module):
             None if weight is None else weight(), None if bias is None else bias(), eps, rms
         )
 
-    def recompute(self, n: Tensor, x: Tensor) -> Recompute:
-        """Recomputes n, the norm of x, in backward; it keeps x.
+    def recompute(self, x: Tensor) -> Callable[[], Tensor]:
+        """Returns the function that computes the norm of x again in backward; it keeps x.
 
         The result has the bits of a forward pass that returned x as its sum. It differs where a
         DLCL boundary computed n in 16 bits (policy "layer"), because a boundary normalises x
@@ -75,11 +76,7 @@ class Norm(nn.Module):
         """
         op, source, norm, backend = self.op, Kept(x), self.keep_output(), self.backend
 
-        @torch.no_grad()
-        def function() -> Tensor:
-            return normalise(op, source(), None, norm(), 0.0, None, backend)[0]
-
-        return Recompute(n, function)
+        return lambda: normalise(op, source(), None, norm(), 0.0, None, backend)[0]
 
     def extra_repr(self) -> str:
         options = "" if self.weight is not None else ", elementwise_affine=False"

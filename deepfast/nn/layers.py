@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from deepfast import checks
 from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
-from deepfast.nn.connections.latent import Gate
 from deepfast.nn.feed_forward import ACTIVATIONS, FeedForward
-from deepfast.nn.layer_norm import NORMS, LayerNorm, Norm, RMSNorm, add_norm, plain_norm
+from deepfast.nn.layer_norm import NORMS, LayerNorm, RMSNorm, add_norm, plain_norm
+from deepfast.nn.linear import Gate
 from deepfast.nn.packing import Packing, packed, packed_pair
-from deepfast.nn.recompute import Recompute
+from deepfast.nn.recompute import recomputable
 from deepfast.ops.attention import Window
 
 
@@ -103,13 +103,6 @@ class _Layer(nn.Module):
         for linear in (*(a.out for a in self._attentions()), self.feed_forward.down):
             linear.weight.mul_(factor)
 
-    def _again(self, norm: Norm, n: Tensor, x: Tensor) -> Recompute | None:
-        """What gives n = norm(x) in backward, so that autograd keeps x alone."""
-        backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        # A rerun of the whole layer computes n anyway, so keeping x would gain nothing.
-        kept = backward and plain_norm(norm) and self.recompute not in RERUN
-        return norm.recompute(n, x) if kept else None
-
     crosses = False
     parts: tuple[str, ...] = ("attention", "feed_forward")
     """What a call with ``part`` may run, in order."""
@@ -119,14 +112,13 @@ class _Layer(nn.Module):
         part: str,
         n: Tensor,
         packing: Packing,
-        recompute_n: Recompute | None,
         gate: Gate | None,
         **options,
     ) -> Tensor:
         """The branch of an attention. A module of another type gets no options."""
         attention = getattr(self, part)
         if isinstance(attention, MultiheadAttention):
-            return attention(n, packing, recompute_x=recompute_n, gate=gate, **options)
+            return attention(n, packing, gate=gate, **options)
         branch = attention(n, packing, **options)
         return branch if gate is None else branch * gate
 
@@ -135,7 +127,6 @@ class _Layer(nn.Module):
         x: Tensor,
         normed: Tensor | None,
         packing: Packing,
-        recompute_n: Recompute | None,
         gate: Gate | None,
         own: dict,
         cross: dict,
@@ -147,7 +138,7 @@ class _Layer(nn.Module):
         """
         post = self.norm == "post"
         n = x if normed is None else normed
-        branch = self._attend("attention", n, packing, recompute_n, gate, **own)
+        branch = self._attend("attention", n, packing, gate, **own)
         # The norm after each attention, in pre-norm that of the next part.
         norms = [self.attention_norm] if post else []
         norms += [self.cross_attention_norm] if self.crosses else []
@@ -155,8 +146,11 @@ class _Layer(nn.Module):
         if self.crosses:
             n, s = add_norm(norms[0], branch, x, self.dropout)
             x = n if post else s
-            again = self._again(norms[0], n, s)
-            branch = self._attend("cross_attention", n, packing, again, gate, **cross)
+            # A rerun of the whole layer computes n anyway, so keeping s would gain nothing.
+            backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            if backward and plain_norm(norms[0]) and self.recompute not in RERUN:
+                recomputable(n, norms[0].recompute(s))
+            branch = self._attend("cross_attention", n, packing, gate, **cross)
         x, f = self.feed_forward.after_norm(
             norms[-1],
             branch,
@@ -171,13 +165,12 @@ class _Layer(nn.Module):
         return add_norm(self.feed_forward_norm, f, x, self.dropout)[0]
 
     def _alone(
-        self, x: Tensor, packing: Packing, again: Recompute | None, gate: Gate | None, own: dict,
-        cross: dict,
+        self, x: Tensor, packing: Packing, gate: Gate | None, own: dict, cross: dict
     ) -> Tensor:  # fmt: skip
         """What a layer outside a stack returns, (B, S, D), for packed tokens x."""
         if self.norm == "post":
-            return packing.unpack(self._run(x, None, packing, again, gate, own, cross))  # type: ignore[arg-type]
-        out = self._run(x, self.attention_norm(x), packing, again, gate, own, cross)
+            return packing.unpack(self._run(x, None, packing, gate, own, cross))  # type: ignore[arg-type]
+        out = self._run(x, self.attention_norm(x), packing, gate, own, cross)
         return packing.unpack(out[0] + F.dropout(out[1], self.dropout, self.training))
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
@@ -216,7 +209,6 @@ class TransformerEncoderLayer(_Layer):
         *,
         normed: Tensor | None = None,
         packing: Packing | None = None,
-        recompute_n: Recompute | None = None,
         gate: Gate | None = None,
         part: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -227,7 +219,6 @@ class TransformerEncoderLayer(_Layer):
         post-norm the layer returns its output.
 
         Args:
-            recompute_n: recomputes ``normed`` in backward; autograd then does not save it.
             gate: scales every branch; None counts as 1.
             part: one of ``parts``. x is then the part's normalised input, and the result its
                 branch, without dropout and residual.
@@ -235,11 +226,11 @@ class TransformerEncoderLayer(_Layer):
         if part == "feed_forward":
             return self.feed_forward(x)
         if part is not None:
-            return self._attend(part, x, packing, recompute_n, None)
+            return self._attend(part, x, packing, None)
         if packing is None:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
-            return self._alone(x, packing, recompute_n, gate, {}, {})
-        return self._run(x, normed, packing, recompute_n, gate, {}, {})
+            return self._alone(x, packing, gate, {}, {})
+        return self._run(x, normed, packing, gate, {}, {})
 
 
 class TransformerDecoderLayer(_Layer):
@@ -262,7 +253,6 @@ class TransformerDecoderLayer(_Layer):
         packing: Packing | None = None,
         encoded_packing: Packing | None = None,
         cache: KeyValueCache | None = None,
-        recompute_n: Recompute | None = None,
         gate: Gate | None = None,
         part: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -278,12 +268,12 @@ class TransformerDecoderLayer(_Layer):
         cross = {"encoded": encoded, "encoded_packing": encoded_packing}
         if part is not None:
             given = own if part == "attention" else cross
-            return self._attend(part, x, packing, recompute_n, None, **given)
+            return self._attend(part, x, packing, None, **given)
         if packing is None:
             x, packing, encoded, encoded_packing = packed_pair(
                 "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
                 key_padding_mask, encoded_key_padding_mask,
             )  # fmt: skip
             cross = {"encoded": encoded, "encoded_packing": encoded_packing}
-            return self._alone(x, packing, recompute_n, gate, own, cross)
-        return self._run(x, normed, packing, recompute_n, gate, own, cross)
+            return self._alone(x, packing, gate, own, cross)
+        return self._run(x, normed, packing, gate, own, cross)

@@ -1,59 +1,27 @@
-"""Recompute in backward single tensors that forward does not save.
+"""Compute again in backward what autograd would otherwise save.
 
-`not_saved` keeps autograd from saving them: a `Recompute` recomputes each of them when backward
-reads it. It uses autograd's hooks on saved tensors, so it works for modules, hooks on modules,
-compiled layers and torch's attention. A tensor that was modified in place since forward is an
-error. `deepfast.nn.rerun` runs a whole layer again.
+`Recomputation` is the one mechanism, by autograd's hooks on saved tensors. So it works for any
+module, hooks on modules, compiled layers and torch's attention, and gradients reach parameters as
+usual, as DDP and FSDP expect. `not_saved` recomputes one tensor, `rerun` all that a layer computes.
+Backward uses the values that forward used: a tensor that was modified in place since then, or a
+layer that has changed (`LayerState`), is an error.
 """
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
+from deepfast.nn.layer_state import LayerState
+from deepfast.nn.linear import plain
 from deepfast.ops import common
-
-Kind = TypeVar("Kind", bound=nn.Module)
-
-
-def plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a fused op may replace ``module``: its exact type is ``kind`` and it has no hooks."""
-    changed = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        module._compiled_call_impl,
-        "forward" in vars(module),
-        _global_forward_hooks,
-        _global_forward_pre_hooks,
-    )
-    return type(module) is kind and not any(changed)
-
-
-def check_input(op: str, name: str, x: Tensor, linear: nn.Module) -> None:
-    """Refuses an input on another device than a linear layer is on, or of another dtype, which
-    autocast does not cast."""
-    if type(linear) is not nn.Linear:
-        return
-    weight = linear.weight
-    if x.dtype == weight.dtype and x.device == weight.device:
-        return
-    # A hook may move or cast the input.
-    if plain(linear, nn.Linear):
-        if x.device != weight.device:
-            raise ValueError(
-                f"{op}: {name} must be on {weight.device} like the weights, got {x.device}"
-            )
-        given, weight = common.autocast(x, linear.weight)
-        if given.dtype != weight.dtype:
-            raise ValueError(
-                f"{op}: {name} must be {weight.dtype} like the weights, got {given.dtype}"
-            )
 
 
 class Kept:
@@ -65,79 +33,215 @@ class Kept:
         # Detached: a saved output would otherwise refer to its own node in the graph.
         self.tensor, self.version = tensor.detach(), tensor._version
 
-    def __call__(self, what: str = "a tensor") -> Tensor:
-        check_version(self.tensor, self.version, what)
-        return self.tensor
+    def __call__(self) -> Tensor:
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise RuntimeError(
+                f"recompute policy: a tensor {tuple(tensor.shape)} that backward needs has been "
+                f"modified by an inplace operation since forward: expected version {self.version}, "
+                f"got version {tensor._version}"
+            )
+        return tensor
 
 
-def check_version(tensor: Tensor, version: int, what: str = "a tensor") -> None:
-    if tensor._version != version:
-        raise RuntimeError(
-            f"recompute policy: {what} that backward needs has been modified by an inplace "
-            "operation "
-            f"since forward: {tuple(tensor.shape)} is at version {tensor._version}, expected "
-            f"version {version}"
-        )
+class Slot:
+    """A place in the graph for a tensor that was not saved. Backward fills it and empties it."""
+
+    __slots__ = ("__weakref__", "kind", "source", "value")
+    value: Tensor | None
+
+    def __init__(self, source: "Recomputation", tensor: Tensor):
+        self.source, self.value = source, None
+        self.kind = tensor.dtype, tuple(tensor.shape)
 
 
-class Recompute:
-    """Recomputes one tensor in backward, once for all its readers.
+class Recomputation:
+    """Tensors that autograd does not save. Backward computes all of them when it needs the first.
 
     Args:
-        tensor: the tensor that autograd will not save. This object does not keep it either.
-        function: () -> a tensor with the same elements, dtype and strides. It runs without grad
-            and without autocast. Its result is freed when the last reader has read it.
+        fill: (slots) -> None. It sets ``value`` of each slot. The slots stand in the order in which
+            autograd saved the tensors, None where the graph does not need one any more.
     """
 
-    def __init__(self, tensor: Tensor, function: Callable[[], Tensor]):
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
-        self.function = function
-        self.device, self.dtype = common.autocast_device(tensor.device), tensor.dtype
-        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
-        self.readers = self.left = 0
-        self.value: Tensor | None = None
+    def __init__(self, fill: Callable[[list[Slot | None]], None]):
+        self.fill = fill
+        # Weak references: the graph holds the slots, and the slots hold this object.
+        self.slots: list[weakref.ref[Slot]] = []
+        self.task: int | None = None
 
-    def gives(self, x: Tensor) -> bool:
-        """Whether x is still the tensor and unchanged; a hook may have replaced it."""
-        return self.tensor() is x and x._version == self.version
+    def pack(self, tensor: Tensor) -> Slot:
+        slot = Slot(self, tensor)
+        self.slots.append(weakref.ref(slot))
+        return slot
 
-    def read(self) -> Tensor:
-        if self.value is None:
-            with torch.no_grad(), torch.autocast(self.device, enabled=False):
-                self.value = self.function()
-            if self.value.stride() != self.stride or self.value.dtype != self.dtype:
-                raise RuntimeError("recompute policy: a tensor was recomputed with another layout")
-            self.left = self.readers
-        value = self.value
-        self.left -= 1
-        if self.left == 0:
-            self.value = None
-        return value
-
-
-class not_saved(saved_tensors_hooks):
-    """Inside the block autograd saves neither these tensors nor views of them."""
-
-    def __init__(self, tensors: list[tuple[Tensor, Recompute]]):
-        storages = {_storage(tensor): recompute for tensor, recompute in tensors}
-
-        def pack(tensor: Tensor):
-            recompute = storages.get(_storage(tensor))
-            if recompute is None:
-                return Kept(tensor)
-            recompute.readers += 1
-            return recompute, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-        super().__init__(pack, _unpack)
+    def take(self, slot: Slot) -> Tensor:
+        """The tensor of ``slot``; one backward pass may read it only once."""
+        task = torch._C._current_graph_task_id()
+        if slot.value is None:
+            if self.task == task and task != -1:
+                raise RuntimeError(
+                    "recompute policy: a saved tensor was read twice in one backward pass"
+                )
+            self.fill([slot() for slot in self.slots])
+            self.task = task
+        value, slot.value = slot.value, None
+        return value  # type: ignore[return-value]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _unpack(packed: Kept | Slot) -> Tensor:
+    return packed() if isinstance(packed, Kept) else packed.source.take(packed)
 
 
-def _unpack(packed) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed()
-    recompute, size, stride, offset = packed
-    value = recompute.read()
-    return value.as_strided(size, stride, offset - recompute.offset + value.storage_offset())
+def _without_grad(function: Callable, device: torch.device) -> Any:
+    """What ``function`` returns without grad and autocast, whatever surrounds backward."""
+    with torch.no_grad(), torch.autocast(common.autocast_device(device), enabled=False):
+        return function()
+
+
+# ---- one tensor ----------------------------------------------------------------------------------
+
+
+def recomputable(tensor: Tensor, function: Callable[[], Tensor]) -> None:
+    """Lets `not_saved` compute ``tensor`` again in backward.
+
+    function: () -> a tensor with the same elements and dtype.
+    """
+    tensor.deepfast_recompute = tensor._version, function  # type: ignore[attr-defined]
+
+
+def not_saved(x: Tensor, linear: nn.Module) -> AbstractContextManager:
+    """Inside the block, which computes ``linear(x)``, autograd does not save x.
+
+    It saves x as usual unless x is `recomputable`, has not been modified since, and the layer is a
+    plain one.
+    """
+    # A compiler chooses itself what to recompute.
+    known = None if torch.compiler.is_compiling() else getattr(x, "deepfast_recompute", None)
+    if known is None or known[0] != x._version or not plain(linear, nn.Linear):
+        return contextlib.nullcontext()
+    function, device, storage = known[1], x.device, x.untyped_storage()._cdata
+
+    def fill(slots: list[Slot | None]) -> None:
+        value = _without_grad(function, device)
+        for slot in slots:
+            if slot is not None:
+                slot.value = value.view(slot.kind[1])
+
+    recomputation = Recomputation(fill)
+
+    def pack(tensor: Tensor) -> Kept | Slot:
+        is_x = tensor.untyped_storage()._cdata == storage
+        return recomputation.pack(tensor) if is_x else Kept(tensor)
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+# ---- a whole layer -------------------------------------------------------------------------------
+
+
+class _AllSaved(BaseException):
+    """The layer has computed again every tensor that backward needs."""
+
+
+def rerun(
+    layer: nn.Module,
+    call: Callable,
+    inputs: Sequence[Tensor | None],
+    recompute_inputs: Callable | None,
+    options: dict,
+) -> Any:
+    """Computes ``call(*inputs)``, which runs ``layer``, so that autograd saves nothing of it.
+
+    Backward runs it again, with the same dropout and autocast, up to the last tensor that autograd
+    would have saved. So the layer's last matrix product does not run again.
+
+    Args:
+        call: holds none of the inputs.
+        inputs: the first one is a tensor.
+        recompute_inputs: () -> the inputs; None to keep them.
+        options: what ``call`` passes to the layer besides them, by name. The layer may not change
+            what is in them.
+    """
+    if torch.compiler.is_compiling():
+        # A compiler understands torch's checkpointing.
+        return checkpoint(call, *inputs, use_reentrant=False)
+    if not torch.is_grad_enabled():
+        return call(*inputs)
+    device = inputs[0].device  # type: ignore[union-attr]
+    needs = [t is not None and t.requires_grad for t in inputs]
+    kept = [] if recompute_inputs else [None if t is None else Kept(t) for t in inputs]
+    state, as_in_forward = LayerState(layer, options), _surroundings(device)
+
+    def again_inputs() -> Sequence[Tensor | None]:
+        return (
+            recompute_inputs() if recompute_inputs else [None if t is None else t() for t in kept]
+        )
+
+    def fill(slots: list[Slot | None]) -> None:
+        count = 0
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            slot, count = slots[count], count + 1
+            if slot is not None:
+                kind = tensor.dtype, tuple(tensor.shape)
+                if slot.kind != kind:
+                    raise RuntimeError(
+                        "recompute policy: a layer must do the same when it runs again, expected "
+                        f"it to save {slot.kind}, got {kind}"
+                    )
+                slot.value = tensor.detach()
+            if count == len(slots):
+                raise _AllSaved
+
+        state.check()
+        again = _without_grad(again_inputs, device)
+        for tensor, need in zip(again, needs, strict=True):
+            if tensor is not None:
+                tensor.requires_grad_(need)
+        hooks = saved_tensors_hooks(_untraced(pack), lambda _: None)
+        with as_in_forward(), hooks, contextlib.suppress(_AllSaved):
+            call(*again)
+        if count < len(slots):
+            raise RuntimeError(
+                "recompute policy: a layer must do the same when it runs again, expected it to "
+                f"save {len(slots)} tensors, got {count}"
+            )
+
+    recomputation = Recomputation(fill)
+    with saved_tensors_hooks(_untraced(recomputation.pack), _untraced(_unpack)):
+        result = call(*inputs)
+    state.forget_results()
+    return result
+
+
+def _surroundings(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Returns what gives a block the random numbers and the autocast of this moment."""
+    devices = [device] if device.type == "cuda" else []
+    random = torch.get_rng_state()
+    device_random = [torch.cuda.get_rng_state(device) for device in devices]
+    kind = common.autocast_device(device)
+    autocast: dict[str, Any] = {
+        "device_type": kind,
+        "enabled": torch.is_autocast_enabled(kind),
+        "dtype": torch.get_autocast_dtype(kind),
+        # The cache would keep the copies of all weights until backward ends.
+        "cache_enabled": False,
+    }
+
+    @contextlib.contextmanager
+    def as_in_forward():
+        with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(**autocast):
+            torch.set_rng_state(random)
+            for device, state in zip(devices, device_random, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    return as_in_forward
+
+
+def _untraced(hook: Callable) -> Callable:
+    """The hook, hidden from torch.compile: where the graph of a layer breaks, its ops run in frames
+    that are traced, and autograd calls the hook in them."""
+    # Whoever compiles has imported it. It is slow to import.
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook

@@ -16,8 +16,8 @@ from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.feed_forward import FeedForward
 from deepfast.nn.layer_norm import plain_norm
 from deepfast.nn.layers import TransformerDecoderLayer
+from deepfast.nn.linear import plain
 from deepfast.nn.packing import Packing
-from deepfast.nn.recompute import plain
 from deepfast.ops import common
 from deepfast.ops.activation import KINDS
 from deepfast.ops.decoding import cached_attention

@@ -9,8 +9,9 @@ from deepfast import checks
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.base import LayerCall, Options, class_of, reading_parts
-from deepfast.nn.connections.latent import Gate, LatentDepth, is_chosen
+from deepfast.nn.connections.latent import LatentDepth, is_chosen
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from deepfast.nn.linear import Gate
 from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
 from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from deepfast import checks
 from deepfast.connections import CONNECTIONS, names
@@ -20,8 +19,7 @@ from deepfast.depth.boundary import recompute_row
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
-from deepfast.nn.recompute import Kept, Recompute, not_saved
-from deepfast.nn.rerun import rerun
+from deepfast.nn.recompute import Kept, recomputable, rerun
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,7 @@ def run_layer(
     if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and policy not in RERUN):
         return run(x, n)
     if torch.compiler.is_compiling():
-        # A compiler understands torch's checkpointing, and chooses itself what else to save.
-        return checkpoint(run, x, n, use_reentrant=False)
+        return rerun(layer, run, (x, n), None, options)
     # Below the lowest layer that learns, states may be freed before this layer runs again. A pass
     # that torch.compile traces has none. A norm that is not plain does not run again.
     learns = x.requires_grad or (n is not None and n.requires_grad)
@@ -210,21 +207,17 @@ def run_layer(
     if policy in RERUN:
         return rerun(layer, run, (x, n), _from_input(x, n, norm), options)
     if part is not None and states:
-        # Backward recomputes the part's input from the states.
         inputs = _from_states(norm, history, False)
-        again = Recompute(x, lambda: inputs()[0])
-        with not_saved([(x, again)]):
-            return layer(x, recompute_n=again, **options)
-    # A depth connection keeps states and not x, so autograd keeps n. Without one the norm keeps x,
-    # and backward recomputes n.
-    if n is not None and history is None and plain_norm(norm):
-        return layer(x, normed=n, recompute_n=norm.recompute(n, x), **options)
-    return layer(x, normed=n, **options)
+        recomputable(x, lambda: inputs()[0])
+    elif n is not None and history is None and plain_norm(norm):
+        # The norm keeps x. A depth connection keeps states and not x, so autograd keeps n.
+        recomputable(n, norm.recompute(x))
+    return run(x, n)
 
 
 def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
-    """Returns the function that recomputes the inputs from the states (policy "layer+input"): x and
-    n or, unless ``both``, the only input of a post-norm layer or of a part."""
+    """Returns the function that recomputes the inputs from the states: x and n or, unless ``both``,
+    the only input of a post-norm layer or of a part."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
     state, k = history.depth_pass, history.depth_pass.pushed - 1
@@ -241,9 +234,9 @@ def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
 
 
 def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
-    """Returns the function that gives x, which it keeps, and recomputes n (policy "layer")."""
-    x_kept = Kept(x)
+    """Returns the function that gives x, which it keeps, and recomputes n; None where there is no
+    n."""
     if n is None:
-        return lambda: (x_kept(), None)
-    n_again = norm.recompute(n, x).function if plain_norm(norm) else Kept(n)
-    return lambda: (x_kept(), n_again())
+        return None
+    kept_x, again = Kept(x), norm.recompute(x) if plain_norm(norm) else Kept(n)
+    return lambda: (kept_x(), again())

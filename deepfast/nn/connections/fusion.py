@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.dtypes import compute_dtype
 from deepfast.nn.layer_norm import LayerNorm
-from deepfast.nn.recompute import check_input
+from deepfast.nn.linear import check_input
 from deepfast.ops import common
 
 OPTIONS = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.nn.recompute import plain
+from deepfast.nn.linear import Gate
 
 PRIORS = ("uniform", "beta", "mean")
 EVALUATIONS = ("threshold", "mean")
@@ -19,35 +19,10 @@ GRID = 4096
 FORWARDS = 1024
 """How many forward passes of one step checkpointing can still recompute in backward."""
 
-Gate = Tensor | float
-"""z of one layer. In training it is drawn: a scalar tensor with a gradient. In evaluation it is
-chosen: a float, and 0.0 skips the layer."""
-
 
 def is_chosen(gate: Gate | None, value: float) -> bool:
     """Whether a gate was chosen (a float) and has this value. Drawn gates are not read."""
     return isinstance(gate, float) and gate == value
-
-
-def gated(linear: nn.Module, x: Tensor, gate: Gate | None) -> Tensor:
-    """``gate * linear(x)``; a gate of None counts as 1."""
-    if gate is None:
-        return linear(x)
-    if not plain(linear, nn.Linear):
-        return linear(x) * gate
-    return F.linear(x, *gated_parameters(linear, gate))
-
-
-def gated_parameters(linear: nn.Linear, gate: Gate | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of ``gate * linear(x)``.
-
-    The gate scales the parameters, not the product: autograd would save the product for the gate's
-    gradient, one more (T, D) tensor for each branch.
-    """
-    weight, bias = linear.weight, linear.bias
-    if gate is None:
-        return weight, bias
-    return weight * gate, None if bias is None else bias * gate
 
 
 class LatentDepth(nn.Module):
