@@ -1,7 +1,5 @@
 """Multi-head attention over packed sentences."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -129,11 +127,20 @@ class MultiheadAttention(nn.Module):
         (B, G, S, d) where attention runs over padded sentences, as ``decoding`` does; else
         (T, G, d).
         """
-        check_input("MultiheadAttention", "encoded", encoded_TD, self.key_value)
-        kv = self.key_value(encoded_TD)
         padded = decoding or self._pads(encoded_TD, packing, packing)
-        key, value = self._split(packing.unpack(kv) if padded else kv, "key_value")
+        key, value = self._project("key_value", encoded_TD, packing, padded)
         return key, value
+
+    def _project(
+        self, name: str, x_TD: Tensor, packing: Packing, padded: bool
+    ) -> tuple[Tensor, ...]:
+        """The results of a projection, of packed tokens or ``padded`` sentences."""
+        linear = getattr(self, name)
+        argument = "encoded" if name == "key_value" else "x"
+        check_input("MultiheadAttention", argument, x_TD, linear)
+        with not_saved(x_TD, linear):
+            y = linear(x_TD)
+        return self._split(packing.unpack(y) if padded else y, name)
 
     def forward(
         self,
@@ -163,31 +170,20 @@ class MultiheadAttention(nn.Module):
             (T, D), before dropout and residual.
         """
         if self._compiled(x_TD, packing, encoded, cache):
-            return gated(
-                self.out, self._decode(x_TD, packing, encoded, encoded_packing, cache), gate
-            )
+            o = self._decode(x_TD, packing, encoded, encoded_packing, cache)
+            return gated(self.out, o, gate)
         encoded_packing = encoded_packing or packing
         if isinstance(encoded, tuple):
             padded = encoded[0].dim() == 4
         else:
             padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
         name = "query" if self.cross else "query_key_value"
-        linear = getattr(self, name)
-        check_input("MultiheadAttention", "x", x_TD, linear)
-        with not_saved(x_TD, linear):
-            qkv = linear(x_TD)
-        qkv = packing.unpack(qkv) if padded else qkv
-        kv: Sequence[Tensor]
-        q, *kv = self._split(qkv, name)
+        q, *own = self._project(name, x_TD, packing, padded)
         if isinstance(encoded, Tensor):
-            check_input("MultiheadAttention", "encoded", encoded, self.key_value)
-            made = self.key_value(encoded)
-            made = encoded_packing.unpack(made) if padded else made
-            kv = self._split(made, "key_value")
-        elif encoded is not None:
-            kv = encoded
-        del qkv
-        k, v = kv
+            k, v = self._project("key_value", encoded, encoded_packing, padded)
+        else:
+            k, v = own if encoded is None else encoded
+        del own
         run = self._padded if padded else self._packed
         o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)
@@ -229,12 +225,11 @@ class MultiheadAttention(nn.Module):
         return scores.softmax(-1).mean(1)
 
     def _packed(self, q, k, v, packing, causal, encoded_packing, _cache) -> Tensor:
-        o = ops.attention(
-            q, k, v, cu_seqlens_q=packing.cu_seqlens(q.device),
-            cu_seqlens_k=encoded_packing.cu_seqlens(q.device), max_seqlen_q=packing.length,
-            max_seqlen_k=encoded_packing.length, causal=causal, window=self.window,
-            dropout_p=self.dropout if self.training else 0.0, backend=self.backend,
-        )  # fmt: skip
+        options: dict = {"causal": causal, "window": self.window, "backend": self.backend}
+        for side, sentences in (("q", packing), ("k", encoded_packing)):
+            options[f"cu_seqlens_{side}"] = sentences.cu_seqlens(q.device)
+            options[f"max_seqlen_{side}"] = sentences.length
+        o = ops.attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **options)
         return o.reshape(q.shape[0], self.dim)
 
     def _padded(self, q, k, v, packing, causal, encoded_packing, cache) -> Tensor:

@@ -67,38 +67,36 @@ class FeedForward(nn.Module):
         The branch is ``gate * feed_forward(n)`` with n = LN(s). Where the op is fused, autograd
         saves neither n nor masks, and ``recompute`` decides whether it saves the hidden activation.
         """
-        gated = self.activation == "swiglu"
-        fused = plain_norm(norm) and plain(self.up, nn.Linear) and not gated
-        if recompute in RERUN or not (fused and plain(self.down, nn.Linear)):
-            # A rerun stops before the last product, which it could not do inside one op.
-            if residual is None or return_norm or not fused:
-                n, s = add_norm(norm, x, residual, dropout_p)
-                s = n if return_norm else s
-                if gated and recompute == "ffn":
-                    return s, rerun(self, lambda n: self(n, gate), (n,), None, {})
-                return s, self(n, gate)
-            h, s = ops.add_norm_linear(
-                x, residual, norm.weight, norm.bias, self.up.weight, None, norm.eps,
-                norm_type=norm.norm_type, dropout_p=dropout_p, training=self.training,
-                backend=norm.backend,
-            )  # fmt: skip
-            return s, self._rest(h, gate, self.up.bias)
+        swiglu = self.activation == "swiglu"
+        fused = plain_norm(norm) and plain(self.up, nn.Linear) and not swiglu
+        # A rerun stops before the last product, which it could not do inside one op.
+        apart = recompute in RERUN or not plain(self.down, nn.Linear)
+        if not fused or (apart and (residual is None or return_norm)):
+            n, s = add_norm(norm, x, residual, dropout_p)
+            s = n if return_norm else s
+            if swiglu and recompute == "ffn":
+                return s, rerun(self, lambda n: self(n, gate), (n,), None, {})
+            return s, self(n, gate)
+        affine, up = (norm.weight, norm.bias), self.up
+        options: dict = {"norm_type": norm.norm_type, "dropout_p": dropout_p}
+        options |= {"training": self.training, "backend": norm.backend}
+        if apart:
+            h, s = ops.add_norm_linear(x, residual, *affine, up.weight, None, norm.eps, **options)
+            return s, self._rest(h, gate, up.bias)
+        options |= {"activation": self.activation, "activation_dropout_p": self.dropout}
+        options |= {"recompute": recompute != "none", "return_norm": return_norm}
         down = gated_parameters(self.down, gate)
         branch, s = ops.feed_forward(
-            x, norm.weight, norm.bias, self.up.weight, self.up.bias, *down, norm.eps,
-            norm_type=norm.norm_type, residual=residual, dropout_p=dropout_p,
-            activation=self.activation, activation_dropout_p=self.dropout, training=self.training,
-            recompute=recompute != "none", return_norm=return_norm, backend=norm.backend,
-        )  # fmt: skip
+            x, *affine, up.weight, up.bias, *down, norm.eps, residual=residual, **options
+        )
         return s, branch
 
     def _rest(self, h: Tensor, gate: Gate | None, bias: Tensor | None = None) -> Tensor:
         """``gate * W_2 dropout(activation(h + bias))``."""
+        p, training = self.dropout, self.training
         if self.activation == "swiglu":
             g, u = (h if bias is None else h + bias).chunk(2, -1)
-            return gated(self.down, F.dropout(F.silu(g) * u, self.dropout, self.training), gate)
-        h = ops.activation(
-            h, self.activation, bias=bias, dropout_p=self.dropout, training=self.training,
-            backend=self.backend,
-        )  # fmt: skip
+            return gated(self.down, F.dropout(F.silu(g) * u, p, training), gate)
+        options: dict = {"dropout_p": p, "training": training, "backend": self.backend}
+        h = ops.activation(h, self.activation, bias=bias, **options)
         return gated(self.down, h, gate)

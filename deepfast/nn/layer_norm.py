@@ -10,7 +10,7 @@ from deepfast import checks
 from deepfast.connections import names
 from deepfast.depth.push import OutNorm
 from deepfast.nn.linear import plain
-from deepfast.nn.recompute import Kept
+from deepfast.nn.recompute import Kept, kept
 from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise
 
@@ -60,12 +60,8 @@ class Norm(nn.Module):
 
     def keep_output(self) -> Callable[[], OutNorm]:
         """Returns the function that gives `as_output` in backward, as it was in forward."""
-        weight = None if self.weight is None else Kept(self.weight)
-        bias = None if self.bias is None else Kept(self.bias)
-        eps, rms = self.eps, self.rms
-        return lambda: OutNorm(
-            None if weight is None else weight(), None if bias is None else bias(), eps, rms
-        )
+        affine, eps, rms = kept(self.weight, self.bias), self.eps, self.rms
+        return lambda: OutNorm._make((*affine(), eps, rms))
 
     def recompute(self, x: Tensor) -> Callable[[], Tensor]:
         """Returns the function that computes the norm of x again in backward; it keeps x.
@@ -75,7 +71,6 @@ class Norm(nn.Module):
         before it rounds x.
         """
         op, source, norm, backend = self.op, Kept(x), self.keep_output(), self.backend
-
         return lambda: normalise(op, source(), None, norm(), 0.0, None, backend)[0]
 
     def extra_repr(self) -> str:

@@ -22,13 +22,8 @@ class TensorState(NamedTuple):
     requires_grad: bool
 
 
-class Entry(NamedTuple):
-    """A value that a layer reads, its place in a dict, and what must not change of it."""
-
-    table: Mapping
-    name: str
-    value: object
-    state: object
+Entry = tuple[Mapping, str, object, object]
+"""A dict, a name in it, the value that it had, and what must not change of that."""
 
 
 class LayerState:
@@ -51,7 +46,7 @@ class LayerState:
 
     def forget_results(self) -> None:
         """Leaves out the attributes that the layer has replaced since, as what it has computed."""
-        self.attributes = [e for e in self.attributes if e.table.get(e.name) is e.value]
+        self.attributes = [e for e in self.attributes if e[0].get(e[1]) is e[2]]
 
     def check(self) -> None:
         """Raises where a value is not as it was."""
@@ -92,7 +87,7 @@ def _entries(table: Mapping, results: bool = True) -> Iterator[Entry]:
     for name, value in table.items():
         state = _state(value)
         if state is not None and (results or not isinstance(value, Tensor) or value.is_leaf):
-            yield Entry(table, name, value, state)
+            yield table, name, value, state
 
 
 def _tables(options: dict) -> Iterator[tuple[Mapping, bool]]:

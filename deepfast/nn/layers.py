@@ -10,6 +10,8 @@ Where every sublayer reads the depth connection, a call runs one part: n -> atte
 n -> feed_forward(n).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +29,14 @@ from deepfast.ops.attention import Window
 
 class _Layer(nn.Module):
     """What encoder and decoder layers share: submodules, sizes and the recompute policy."""
+
+    crosses = False
+    parts: tuple[str, ...] = ("attention", "feed_forward")
+    """What a call with ``part`` may run, in order."""
+
+    attention_norm: Any
+    cross_attention_norm: Any
+    feed_forward_norm: Any
 
     def __init__(
         self,
@@ -54,12 +64,8 @@ class _Layer(nn.Module):
         checks.choice(name, POLICIES, recompute=recompute)
         checks.choice(name, ACTIVATIONS, activation=activation)
         checks.whole(name, dim=dim, num_heads=num_heads, ffn_dim=ffn_dim)
-        checks.flag(name, first_norm=first_norm, later_norms=later_norms)
-        for argument, p in (
-            ("dropout", dropout),
-            ("attention_dropout", attention_dropout),
-            ("activation_dropout", activation_dropout),
-        ):
+        rates = {"dropout": dropout, "attention_dropout": attention_dropout}
+        for argument, p in (rates | {"activation_dropout": activation_dropout}).items():
             checks.probability(name, p, argument=argument)
         self.dim, self.norm, self.dropout, self.recompute = dim, norm, dropout, recompute
         options: dict = {"num_kv_heads": num_kv_heads, "dropout": attention_dropout}
@@ -70,12 +76,10 @@ class _Layer(nn.Module):
         self.feed_forward = FeedForward(
             dim, ffn_dim, activation, activation_dropout, backend=backend
         )
-        make, own_first = NORMS[norm_type], norm == "post" or first_norm
-        own_later = norm == "post" or later_norms
-        self.attention_norm = make(dim, backend=backend) if own_first else None
-        if self.crosses:
-            self.cross_attention_norm = make(dim, backend=backend) if own_later else None
-        self.feed_forward_norm = make(dim, backend=backend) if own_later else None
+        for part in self.parts:
+            has = norm == "post" or (first_norm if part == "attention" else later_norms)
+            own = NORMS[norm_type](dim, backend=backend) if has else None
+            setattr(self, f"{part}_norm", own)
 
     @torch.no_grad()
     def _scale(self, alpha: float, beta: float) -> None:
@@ -103,20 +107,11 @@ class _Layer(nn.Module):
         for linear in (*(a.out for a in self._attentions()), self.feed_forward.down):
             linear.weight.mul_(factor)
 
-    crosses = False
-    parts: tuple[str, ...] = ("attention", "feed_forward")
-    """What a call with ``part`` may run, in order."""
-
     def _attend(
-        self,
-        part: str,
-        n: Tensor,
-        packing: Packing,
-        gate: Gate | None,
-        **options,
+        self, part: str, n: Tensor, packing: Packing, gate: Gate | None, arguments: dict
     ) -> Tensor:
-        """The branch of an attention. A module of another type gets no options."""
-        attention = getattr(self, part)
+        """The branch of an attention. A module of another type gets no gate."""
+        attention, options = getattr(self, part), arguments.get(part, {})
         if isinstance(attention, MultiheadAttention):
             return attention(n, packing, gate=gate, **options)
         branch = attention(n, packing, **options)
@@ -125,20 +120,24 @@ class _Layer(nn.Module):
     def _run(
         self,
         x: Tensor,
-        normed: Tensor | None,
         packing: Packing,
-        gate: Gate | None,
-        own: dict,
-        cross: dict,
+        arguments: dict[str, dict],
+        normed: Tensor | None = None,
+        gate: Gate | None = None,
+        part: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer on packed tokens (T, D): what it returns to its stack.
+        """The layer, or a part of it, on packed tokens (T, D): what it returns to its stack.
 
         Args:
-            own, cross: further arguments of self-attention and of attention to the encoder.
+            arguments: further ones of each attention, by the name of the part.
         """
+        if part == "feed_forward":
+            return self.feed_forward(x)
+        if part is not None:
+            return self._attend(part, x, packing, None, arguments)
         post = self.norm == "post"
         n = x if normed is None else normed
-        branch = self._attend("attention", n, packing, gate, **own)
+        branch = self._attend("attention", n, packing, gate, arguments)
         # The norm after each attention, in pre-norm that of the next part.
         norms = [self.attention_norm] if post else []
         norms += [self.cross_attention_norm] if self.crosses else []
@@ -150,7 +149,7 @@ class _Layer(nn.Module):
             backward = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             if backward and plain_norm(norms[0]) and self.recompute not in RERUN:
                 recomputable(n, norms[0].recompute(s))
-            branch = self._attend("cross_attention", n, packing, gate, **cross)
+            branch = self._attend("cross_attention", n, packing, gate, arguments)
         x, f = self.feed_forward.after_norm(
             norms[-1],
             branch,
@@ -165,13 +164,13 @@ class _Layer(nn.Module):
         return add_norm(self.feed_forward_norm, f, x, self.dropout)[0]
 
     def _alone(
-        self, x: Tensor, packing: Packing, gate: Gate | None, own: dict, cross: dict
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, packing: Packing, arguments: dict[str, dict], gate: Gate | None
+    ) -> Tensor:
         """What a layer outside a stack returns, (B, S, D), for packed tokens x."""
         if self.norm == "post":
-            return packing.unpack(self._run(x, None, packing, gate, own, cross))  # type: ignore[arg-type]
-        out = self._run(x, self.attention_norm(x), packing, gate, own, cross)
-        return packing.unpack(out[0] + F.dropout(out[1], self.dropout, self.training))
+            return packing.unpack(self._run(x, packing, arguments, None, gate))  # type: ignore[arg-type]
+        residual, branch = self._run(x, packing, arguments, self.attention_norm(x), gate)
+        return packing.unpack(residual + F.dropout(branch, self.dropout, self.training))
 
     def norms_alone(self, x: Tensor, normed: None = None) -> Tensor:
         """A post-norm layer whose branches are 0; a stack calls it for a layer that is not used."""
@@ -223,14 +222,10 @@ class TransformerEncoderLayer(_Layer):
             part: one of ``parts``. x is then the part's normalised input, and the result its
                 branch, without dropout and residual.
         """
-        if part == "feed_forward":
-            return self.feed_forward(x)
-        if part is not None:
-            return self._attend(part, x, packing, None)
         if packing is None:
             x, packing = packed("TransformerEncoderLayer", x, self.dim, key_padding_mask)
-            return self._alone(x, packing, gate, {}, {})
-        return self._run(x, normed, packing, gate, {}, {})
+            return self._alone(x, packing, {}, gate)
+        return self._run(x, packing, {}, normed, gate, part)
 
 
 class TransformerDecoderLayer(_Layer):
@@ -262,18 +257,17 @@ class TransformerDecoderLayer(_Layer):
         as to the encoder layer. ``encoded`` is then the packed output of the encoder, or its keys
         and values from `MultiheadAttention.project_encoded`. ``part`` is as in the encoder layer.
         """
-        if part == "feed_forward":
-            return self.feed_forward(x)
-        own = {"causal": True, "cache": cache}
-        cross = {"encoded": encoded, "encoded_packing": encoded_packing}
-        if part is not None:
-            given = own if part == "attention" else cross
-            return self._attend(part, x, packing, None, **given)
-        if packing is None:
+        alone = packing is None
+        if alone:
             x, packing, encoded, encoded_packing = packed_pair(
-                "TransformerDecoderLayer", x, encoded, self.dim,  # type: ignore[arg-type]
-                key_padding_mask, encoded_key_padding_mask,
-            )  # fmt: skip
-            cross = {"encoded": encoded, "encoded_packing": encoded_packing}
-            return self._alone(x, packing, gate, own, cross)
-        return self._run(x, normed, packing, gate, own, cross)
+                "TransformerDecoderLayer",
+                (x, encoded),
+                self.dim,
+                (key_padding_mask, encoded_key_padding_mask),
+            )
+        cross = {"encoded": encoded, "encoded_packing": encoded_packing}
+        own = {"causal": True, "cache": cache}
+        arguments: dict[str, dict] = {"attention": own, "cross_attention": cross}
+        if alone:
+            return self._alone(x, packing, arguments, gate)
+        return self._run(x, packing, arguments, normed, gate, part)

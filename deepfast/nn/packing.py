@@ -1,6 +1,7 @@
 """Padding removed: a batch of sentences as one (T, D) matrix of its real tokens."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,22 +139,18 @@ def packed(
 
 
 def packed_pair(
-    op: str,
-    x_BSD: Tensor,
-    encoded_BSD: Tensor,
-    dim: int,
-    padding: Tensor | None,
-    encoded_padding: Tensor | None,
+    op: str, pair: tuple[Tensor, Any], dim: int, masks: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Packing, Tensor, Packing]:
-    """`packed` of a decoder's input and of the encoder's output.
+    """`packed` of a decoder's input x and of the encoder's output, with their masks.
 
     Raises:
         TypeError, ValueError: as `packed`; ValueError also where the batch sizes differ, and where
             a mask on the CPU has padding of x that is not on the right.
     """
-    x, packing = packed(op, x_BSD, dim, padding)
+    padding = masks[0]
+    x, packing = packed(op, pair[0], dim, padding)
     encoded, encoded_packing = packed(
-        op, encoded_BSD, dim, encoded_padding, name="encoded", argument="encoded_key_padding_mask"
+        op, pair[1], dim, masks[1], name="encoded", argument="encoded_key_padding_mask"
     )
     if encoded_packing.batch != packing.batch:
         raise ValueError(

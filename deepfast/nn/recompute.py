@@ -44,6 +44,12 @@ class Kept:
         return tensor
 
 
+def kept(*tensors: Tensor | None) -> Callable[[], list[Tensor | None]]:
+    """Returns the function that gives the tensors in backward."""
+    each = [None if tensor is None else Kept(tensor) for tensor in tensors]
+    return lambda: [None if one is None else one() for one in each]
+
+
 class Slot:
     """A place in the graph for a tensor that was not saved. Backward fills it and empties it."""
 
@@ -67,7 +73,6 @@ class Recomputation:
         self.fill = fill
         # Weak references: the graph holds the slots, and the slots hold this object.
         self.slots: list[weakref.ref[Slot]] = []
-        self.task: int | None = None
 
     def pack(self, tensor: Tensor) -> Slot:
         slot = Slot(self, tensor)
@@ -75,15 +80,8 @@ class Recomputation:
         return slot
 
     def take(self, slot: Slot) -> Tensor:
-        """The tensor of ``slot``; one backward pass may read it only once."""
-        task = torch._C._current_graph_task_id()
         if slot.value is None:
-            if self.task == task and task != -1:
-                raise RuntimeError(
-                    "recompute policy: a saved tensor was read twice in one backward pass"
-                )
             self.fill([slot() for slot in self.slots])
-            self.task = task
         value, slot.value = slot.value, None
         return value  # type: ignore[return-value]
 
@@ -169,13 +167,8 @@ def rerun(
         return call(*inputs)
     device = inputs[0].device  # type: ignore[union-attr]
     needs = [t is not None and t.requires_grad for t in inputs]
-    kept = [] if recompute_inputs else [None if t is None else Kept(t) for t in inputs]
+    inputs_again = recompute_inputs or kept(*inputs)
     state, as_in_forward = LayerState(layer, options), _surroundings(device)
-
-    def again_inputs() -> Sequence[Tensor | None]:
-        return (
-            recompute_inputs() if recompute_inputs else [None if t is None else t() for t in kept]
-        )
 
     def fill(slots: list[Slot | None]) -> None:
         count = 0
@@ -195,7 +188,7 @@ def rerun(
                 raise _AllSaved
 
         state.check()
-        again = _without_grad(again_inputs, device)
+        again = _without_grad(inputs_again, device)
         for tensor, need in zip(again, needs, strict=True):
             if tensor is not None:
                 tensor.requires_grad_(need)

@@ -32,10 +32,8 @@ def layer_steps(
 
 
 def _serves(layer: TransformerDecoderLayer, x: Tensor) -> bool:
-    kinds: dict[str, type[nn.Module]] = {
-        "": TransformerDecoderLayer, "attention": MultiheadAttention,
-        "cross_attention": MultiheadAttention, "feed_forward": FeedForward,
-    }  # fmt: skip
+    kinds: dict[str, type[nn.Module]] = {"": TransformerDecoderLayer, "feed_forward": FeedForward}
+    kinds |= dict.fromkeys(("attention", "cross_attention"), MultiheadAttention)
     for name, module in layer.named_modules():
         kind = kinds.get(name, nn.Linear)
         if not (plain(module, kind) or ("norm" in name and plain_norm(module))):
@@ -62,17 +60,16 @@ class LayerStep:
         self.post = layer.norm == "post"
         names = ("attention_norm",) * self.post + ("cross_attention_norm", "feed_forward_norm")
         self.norms = [
-            (*(common.parameter(p, x_BD.dtype) for p in (n.weight, n.bias)), n.eps, n.rms)
-            for n in (getattr(layer, name) for name in names)
+            {name: common.parameter(getattr(norm, name), x_BD.dtype) for name in ("weight", "bias")}
+            | {"eps": norm.eps, "rms": norm.rms}
+            for norm in (getattr(layer, name) for name in names)
         ]
         self.num_heads, self.left = attention.num_heads, attention.window[0]
         self.shares = attention._shares("query_key_value")
+        linears = attention.query_key_value, attention.out, cross.query, cross.out, block.down
         self.query_key_value, self.out, self.query, self.cross_out, self.down = (
-            (linear.weight, linear.bias)
-            for linear in (
-                attention.query_key_value, attention.out, cross.query, cross.out, block.down
-            )
-        )  # fmt: skip
+            (linear.weight, linear.bias) for linear in linears
+        )
         self.up, self.kind = block.up.weight, block.activation
         self.up_bias = common.parameter(block.up.bias, x_BD.dtype)
 
@@ -102,11 +99,9 @@ class LayerStep:
 
     def _norm(self, number: int, x: Tensor, residual: Tensor) -> Tensor:
         """Adds ``residual`` to x, in place, and returns the norm of the sum."""
-        weight, bias, eps, rms = self.norms[number]
+        norm = self.norms[number]
         y, rstd = torch.empty_like(x), x.new_empty(len(x), dtype=self.dtype)
-        mean = None if rms else torch.empty_like(rstd)
-        self.norm(
-            x=x, residual=residual, weight=weight, bias=bias, eps=eps, rms=rms, dropout_p=0.0,
-            sum=x, y=y, mean=mean, rstd=rstd,
-        )  # fmt: skip
+        mean = None if norm["rms"] else torch.empty_like(rstd)
+        results = {"sum": x, "y": y, "mean": mean, "rstd": rstd}
+        self.norm(x=x, residual=residual, dropout_p=0.0, **norm, **results)
         return y

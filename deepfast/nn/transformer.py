@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from deepfast import checks
 from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
-from deepfast.nn.connections.base import LayerCall, Options, class_of, reading_parts
+from deepfast.nn.connections.base import Options, StackCall, class_of
 from deepfast.nn.connections.latent import LatentDepth, is_chosen
 from deepfast.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from deepfast.nn.linear import Gate
@@ -57,28 +57,36 @@ class _Stack(nn.Module):
         op = type(self).__name__
         checks.whole(op, num_layers=num_layers)
         checks.choice(op, ("pre", "post", "deepnorm"), norm=norm)
-        self.alpha, beta = self._scales(op, norm, connection, norm_type, num_layers, decoder_layers)
         self.scaled = norm == "deepnorm"
         """Whether the stack is post-norm with a residual that alpha multiplies."""
-        norm = "post" if self.scaled else norm
-        for name, options in (("dlcl", dlcl), ("latent", latent)):
-            if options is not None:
-                checks.dictionary(op, **{name: options})
+        if decoder_layers is not None:
+            checks.whole(op, decoder_layers=decoder_layers)
+            if not self.scaled or self.layer.crosses:
+                raise ValueError(
+                    f"{op}: decoder_layers is for an encoder with norm='deepnorm', got {norm=}"
+                )
+        self.alpha, beta = 1.0, 1.0
+        if self.scaled:
+            norm = "post"
+            self.alpha, beta = self._scales(connection, norm_type, num_layers, decoder_layers)
+        for name, value in (("dlcl", dlcl), ("latent", latent)):
+            if value is not None:
+                checks.dictionary(op, **{name: value})
         self.dim = dim
-        parts = reading_parts(op, connection, reads, self.layer.parts)
-        self.layers = nn.ModuleList(  # type: ignore[assignment]
-            self.layer(
-                dim, num_heads, ffn_dim, num_kv_heads=num_kv_heads, window=window, norm=norm,
-                norm_type=norm_type, dropout=dropout, attention_dropout=attention_dropout,
-                activation_dropout=activation_dropout, activation=activation, first_norm=False,
-                later_norms=not parts, backend=backend,
-            )
-            for _ in range(num_layers)
-        )  # fmt: skip
-        about = Options(
-            op, connection, num_layers, dim, norm, norm_type, dropout, dlcl, block, parts, backend
+        given = dlcl, block, reads, self.layer.parts
+        options = Options(
+            op, connection, num_layers, dim, norm, norm_type, dropout, backend, *given
         )
-        self.connection = class_of(connection)(about)
+        rates: dict = {"dropout": dropout, "attention_dropout": attention_dropout}
+        rates["activation_dropout"] = activation_dropout
+        heads: dict = {"num_kv_heads": num_kv_heads, "window": window, "activation": activation}
+        norms: dict = {"norm": norm, "norm_type": norm_type, "first_norm": False}
+        norms |= {"later_norms": not options.reading, "backend": backend}
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            self.layer(dim, num_heads, ffn_dim, **rates, **heads, **norms)
+            for _ in range(num_layers)
+        )
+        self.connection = class_of(connection)(options)
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
         self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
@@ -91,26 +99,19 @@ class _Stack(nn.Module):
         self.set_recompute(recompute)
 
     def _scales(
-        self, op: str, norm: str, connection: str, norm_type: str, layers: int,
-        decoder_layers: int | None,
-    ) -> tuple[float, float]:  # fmt: skip
-        """alpha and beta of DeepNorm; 1 for other norms."""
-        decodes = issubclass(self.layer, TransformerDecoderLayer)
-        if decoder_layers is not None:
-            checks.whole(op, decoder_layers=decoder_layers)
-            if norm != "deepnorm" or decodes:
-                raise ValueError(
-                    f"{op}: decoder_layers is for an encoder with norm='deepnorm', got {norm=}"
-                )
-        if norm != "deepnorm":
-            return 1.0, 1.0
+        self, connection: str, norm_type: str, layers: int, decoder_layers: int | None
+    ) -> tuple[float, float]:
+        """alpha and beta of DeepNorm."""
         for name, value, needed in (
             ("connection", connection, ("residual",)),
             ("norm_type", norm_type, ("layer", "rms")),
         ):
             if value not in needed:
-                raise ValueError(f"{op}: {norm=} needs {name}={needed[0]!r}, got {value!r}")
-        if decodes:
+                raise ValueError(
+                    f"{type(self).__name__}: norm='deepnorm' needs {name}={needed[0]!r}, got "
+                    f"{value!r}"
+                )
+        if self.layer.crosses:
             return (3 * layers) ** 0.25, (12 * layers) ** -0.25
         if decoder_layers is None:
             return (2 * layers) ** 0.25, (8 * layers) ** -0.25
@@ -129,15 +130,15 @@ class _Stack(nn.Module):
 
     def _calls(
         self, options: Sequence[dict], gates: Sequence[Gate | None]
-    ) -> list[LayerCall | None]:
+    ) -> list[StackCall | None]:
         """The calls of the layers, or of all their parts if each of them reads; in pre-norm None
         for a layer that is not used."""
-        calls: list[LayerCall | None] = []
+        calls: list[StackCall | None] = []
         post = self.connection.norm == "post"
         used = zip(self.layers, self.policies, options, gates, strict=True)
         for layer, policy, given, gate in used:
             if is_chosen(gate, 0.0):
-                calls.append(LayerCall(layer.norms_alone, "none", {}) if post else None)
+                calls.append(StackCall(layer.norms_alone, "none", {}) if post else None)
                 continue
             if gate is not None and not is_chosen(gate, 1.0):
                 given = given | {"gate": gate}
@@ -275,10 +276,8 @@ class TransformerDecoder(_Stack):
         Raises:
             TypeError, ValueError: for operands that do not fit.
         """
-        operands = packed_pair(
-            "TransformerDecoder", x_BSD, encoded_BSD, self.dim, key_padding_mask,
-            encoded_key_padding_mask,
-        )  # fmt: skip
+        masks = key_padding_mask, encoded_key_padding_mask
+        operands = packed_pair("TransformerDecoder", (x_BSD, encoded_BSD), self.dim, masks)
         return operands[1].unpack(self.forward_packed(*operands, language=language))
 
     def forward_packed(

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.connections import CONNECTIONS, names
+from deepfast.connections import CONNECTIONS
 from deepfast.depth.boundary import recompute_row
 from deepfast.depth.history import DepthHistory
 from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
-from deepfast.nn.recompute import Kept, recomputable, rerun
+from deepfast.nn.recompute import Kept, kept, recomputable, rerun
 
 
 @dataclass(frozen=True)
@@ -35,51 +35,40 @@ class Options:
     norm: str
     norm_type: str
     dropout: float
+    backend: str | None
     dlcl: dict | None = None
     block: int | None = None
+    reads: int | None = None
     parts: tuple[str, ...] = ()
-    """The parts of a layer that each push and read, see `reading_parts`."""
-    backend: str | None = None
+    """Of each layer."""
 
     def __post_init__(self) -> None:
         op, name = self.op, self.connection
         checks.choice(op, CONNECTIONS, connection=name)
         check_norms(op, name, self.norm, self.norm_type)
-        if self.dlcl and CONNECTIONS[name].dlcl is None:
+        kind = CONNECTIONS[name]
+        checks.whole(op, 1, 2, reads=1 if self.reads is None else self.reads)
+        if self.reads == 2 and not kind.attends:
+            raise ValueError(f"{op}: reads must be 1 or None where connection={name!r}, got 2")
+        if self.dlcl and kind.dlcl is None:
             raise ValueError(f"{op}: dlcl options need connection='dlcl', got {name!r}")
         if self.block is not None and name != "block_attnres":
             raise ValueError(f"{op}: block needs connection='block_attnres', got {name!r}")
-        if CONNECTIONS[name].pre_norm and self.norm != "pre":
+        if kind.pre_norm and self.norm != "pre":
             raise ValueError(f"{op}: connection={name!r} needs norm='pre', got {self.norm!r}")
 
-
-def reading_parts(
-    op: str, connection: str, reads: int | None, parts: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The parts of a layer that each push and read; none where the layer does once.
-
-    Args:
-        op: the stack's name in errors.
-        connection: one of `CONNECTIONS`.
-        reads: 1: once; 2: each of its ``parts`` does; None: 2 for attention residuals, else 1.
-
-    Raises:
-        ValueError: for other ``reads``, and for 2 without attention residuals.
-    """
-    attends = connection in names("attends")
-    reads = 1 + attends if reads is None else reads
-    checks.whole(op, 1, 2, reads=reads)
-    if reads == 2 and not attends:
-        raise ValueError(f"{op}: reads must be 1 or None where connection={connection!r}, got 2")
-    return parts if reads == 2 else ()
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """The parts of a layer that each push and read; none where the layer does once."""
+        each = CONNECTIONS[self.connection].attends if self.reads is None else self.reads == 2
+        return self.parts if each else ()
 
 
-class LayerCall(NamedTuple):
+class StackCall(NamedTuple):
     """How a stack calls one of its layers: ``layer(x, normed=n, **options)``.
 
     In pre-norm x is the layer's input, n = LN(x), and the layer returns its last residual and its
-    last branch. In post-norm n is None and the layer returns its output. With ``part`` among the
-    options the call is ``layer(n, normed=None, **options)``, and the layer returns a branch.
+    last branch. In post-norm n is None and the layer returns its output.
     """
 
     layer: Any
@@ -87,12 +76,9 @@ class LayerCall(NamedTuple):
     policy: str
     """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
     options: dict
-
-
-def part_of(call: LayerCall) -> str | None:
-    """The part of the layer that the call runs; None for the whole layer. No property, because the
-    compiler of torch 2.10 knows none of a named tuple."""
-    return call.options.get("part")
+    part: str | None = None
+    """The part of the layer that the call runs, None for all of it. The call of a part is
+    ``layer(n, normed=None, part=part, **options)``, and the layer returns a branch."""
 
 
 class Connection(nn.Module, abc.ABC):
@@ -123,7 +109,7 @@ class Connection(nn.Module, abc.ABC):
     def __init__(self, options: Options):
         super().__init__()
         self.kind, self.norm, self.dropout = options.connection, options.norm, options.dropout
-        self.parts, self.reads = options.parts, len(options.parts) or 1
+        self.parts, self.reads = options.reading, len(options.reading) or 1
         self.make_children(options)
         self.norms = None
         if options.norm == "pre":
@@ -135,15 +121,13 @@ class Connection(nn.Module, abc.ABC):
     def make_children(self, options: Options) -> None:
         """Makes the modules of a subclass other than the norms."""
 
-    def calls(self, layer: Any, policy: str, options: dict) -> list[LayerCall]:
+    def calls(self, layer: Any, policy: str, options: dict) -> list[StackCall]:
         """The calls of one layer: one or, where each of its parts reads, one for each."""
-        if not self.parts:
-            return [LayerCall(layer, policy, options)]
-        return [LayerCall(layer, policy, options | {"part": part}) for part in self.parts]
+        return [StackCall(layer, policy, options, part) for part in self.parts or (None,)]
 
     @abc.abstractmethod
     def forward(
-        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
         """From the embedding (T, D) to the stack's output (T, D).
 
@@ -168,7 +152,7 @@ def class_of(connection: str) -> Any:
 
 
 def run_layer(
-    call: LayerCall,
+    call: StackCall,
     x: Tensor,
     n: Tensor | None,
     norm: Norm | None,
@@ -183,8 +167,9 @@ def run_layer(
         norm: the norm before the layer or part; None in post-norm.
         history: the pass of the depth connection; None without one.
     """
-    layer, policy, options = call
-    part = part_of(call)
+    layer, policy, options, part = call
+    if part is not None:
+        options = options | {"part": part}
     # The feed-forward block without its hidden activation runs again from n, without its last
     # product.
     if part is not None and (policy in RERUN or (part == "feed_forward" and policy != "none")):
@@ -238,5 +223,7 @@ def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
     n."""
     if n is None:
         return None
-    kept_x, again = Kept(x), norm.recompute(x) if plain_norm(norm) else Kept(n)
+    if not plain_norm(norm):
+        return kept(x, n)
+    kept_x, again = Kept(x), norm.recompute(x)
     return lambda: (kept_x(), again())

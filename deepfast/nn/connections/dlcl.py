@@ -9,8 +9,7 @@ from torch import Tensor
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
-from deepfast.depth.history import DepthHistory
-from deepfast.nn.connections.base import Connection, LayerCall, Options, note, run_layer
+from deepfast.nn.connections.base import Connection, Options, StackCall, note, run_layer
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 
@@ -47,6 +46,8 @@ class Mixed(Connection):
 
     child = "dlcl"
     """The name of the depth connection among the children."""
+    adds = False
+    """Whether a state is what a layer adds to its input, not its output."""
 
     @staticmethod
     def make_depth(
@@ -59,23 +60,25 @@ class Mixed(Connection):
         return DLCL(num_layers, dim, **dlcl_options(connection, norm, given))
 
     def make_children(self, options: Options) -> None:
-        given = {"norm_type": options.norm_type} | (options.dlcl or {})
-        self.dlcl = self.make_depth(
-            options.connection, options.num_layers, options.dim, options.norm,
-            {"state_dtype": None, "backend": options.backend} | given,
-        )  # fmt: skip
+        given = {"state_dtype": None, "backend": options.backend} | self.given(options)
+        sizes = options.connection, options.num_layers, options.dim, options.norm
+        setattr(self, self.child, self.make_depth(*sizes, given))
+
+    def given(self, options: Options) -> dict:
+        """Further arguments of the depth connection, which may replace the stack's."""
+        return {"norm_type": options.norm_type} | (options.dlcl or {})
 
     @property
     def depth(self) -> Any:  # type: ignore[override]
         return getattr(self, self.child)
 
     def forward(
-        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
         (x,) = common.autocast(x)
-        history = DepthHistory()
         if self.norms is not None:
-            return self.pre_norm(x, calls, self.norms, history, states)
+            return self._pre_norm(x, calls, self.norms, states)
+        history = DepthHistory()
         for call in (None, *calls):
             if call is not None:
                 x = run_layer(call, x, None, None, history)
@@ -83,47 +86,40 @@ class Mixed(Connection):
             note(states, x)
         return x
 
-    def pre_norm(
-        self,
-        x: Tensor,
-        calls: Sequence[LayerCall],
-        norms: Sequence[Norm],
-        history: DepthHistory,
-        states: list[Tensor] | None,
+    def _pre_norm(
+        self, x: Tensor, calls: Sequence[StackCall], norms: Sequence[Norm], states: list | None
     ) -> Tensor:
         """`forward` in pre-norm."""
-        branch, residual, p = x, None, 0.0
-        for call, norm in zip(calls, norms, strict=False):
-            x, n = self.read(branch, residual, p, norm, history)
-            note(states, x)
+        history, branch, residual, p = DepthHistory(), x, None, 0.0
+        for row, (call, norm) in enumerate(zip((*calls, None), norms, strict=True)):
+            if residual is not None and self.adds:
+                # The last residual holds the layer's input and what every sublayer but the last has
+                # added. The state is what all of them have added.
+                residual = residual - x
+            shown = states is not None and row % self.reads == 0
+            whole = call is not None and call.part is None
+            x, n = self._read(branch, residual, p, norm, history, whole or shown)
+            if shown:
+                note(states, x)
+            if call is None:
+                return n
             # Freed here, so that only the layer holds its input.
             branch = residual = None
-            residual, branch = run_layer(call, x, n, norm, history)
+            if whole:
+                residual, branch = run_layer(call, x, n, norm, history)
+            else:
+                branch = run_layer(call, n, None, norm, history)
             p = self.dropout
-        return self.last_row(branch, residual, p, norms[-1], history, states)
+        raise AssertionError("the last norm, which has no layer, returns")
 
-    def last_row(
+    def _read(
         self,
         branch: Tensor,
         residual: Tensor | None,
         dropout_p: float,
         norm: Norm,
         history: DepthHistory,
-        states: list[Tensor] | None,
-    ) -> Tensor:
-        """Pushes the last state; returns norm(row)."""
-        x, n = self.read(branch, residual, dropout_p, norm, history, states is not None)
-        note(states, x)
-        return n
-
-    def read(
-        self,
-        branch: Tensor,
-        residual: Tensor | None,
-        dropout_p: float,
-        norm: Norm,
-        history: DepthHistory,
-        return_x: bool = True,
+        return_x: bool,
     ) -> tuple[Tensor | None, Tensor]:
         """Pushes a state; returns its row, or None unless ``return_x``, and norm(row). A norm that
         is not plain runs after the push."""

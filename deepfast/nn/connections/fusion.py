@@ -94,10 +94,9 @@ class LayerFusion(nn.Module):
             layer_embeddings = attending
         sizes = {"dim": dim, "attention_dim": attention_dim, "hidden_dim": hidden_dim}
         checks.whole("LayerFusion", **sizes, **({} if hops is None else {"hops": hops}))
-        checks.flag(
-            "LayerFusion", shared=shared, source_norm=source_norm, word_embedding=word_embedding,
-            layer_embeddings=layer_embeddings, own_embedding=own_embedding,
-        )  # fmt: skip
+        flags = {"shared": shared, "source_norm": source_norm, "word_embedding": word_embedding}
+        flags |= {"layer_embeddings": layer_embeddings, "own_embedding": own_embedding}
+        checks.flag("LayerFusion", **flags)
         checks.whole("LayerFusion", 1 if word_embedding else 2, num_states=num_states)
         self.num_states, self.dim, self.backend = num_states, dim, backend
         self.fusion_type = fusion_type

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepfast.nn.connections.base import Connection, LayerCall, note, run_layer
+from deepfast.nn.connections.base import Connection, StackCall, note, run_layer
 from deepfast.nn.layer_norm import add_norm
 from deepfast.ops import common
 
@@ -13,7 +13,7 @@ class Residual(Connection):
     """``x_{l+1} = y_l``: a layer reads the layer below it."""
 
     def forward(
-        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None = None
+        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
     ) -> Tensor:
         (x,) = common.autocast(x)
         if self.norms is not None:
@@ -25,7 +25,7 @@ class Residual(Connection):
         return x
 
     def _pre_norm(
-        self, x: Tensor, calls: Sequence[LayerCall | None], states: list[Tensor] | None
+        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None
     ) -> Tensor:
         branch, residual = x, None
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]

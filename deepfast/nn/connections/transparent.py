@@ -97,10 +97,9 @@ class TransparentAttention(nn.Module):
     def _mix(self, states: list[Tensor], output: Tensor, share: Tensor) -> Tensor:
         if self.norm == "post":
             return ops.depth_mix(states, share, backend=self.backend)
-        below = ops.depth_mix(
-            states[:-1], share[:-1], norm_weight=self.norm_weight, norm_bias=self.norm_bias,
-            eps=self.eps, backend=self.backend,
-        )  # fmt: skip
+        norm: dict = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
+        norm["eps"] = self.eps
+        below = ops.depth_mix(states[:-1], share[:-1], **norm, backend=self.backend)
         # A second op, because the encoder has already normalised its output.
         both = torch.stack((torch.ones_like(share[-1]), share[-1]))
         return ops.depth_mix([below, output], both, backend=self.backend)
