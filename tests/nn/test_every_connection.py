@@ -15,9 +15,9 @@ PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool
 OPTIONS = [
     *({"connection": name, "norm": "pre"} for name in CONNECTIONS),
     *({"connection": name, "norm": "post"} for name, c in CONNECTIONS.items() if not c.pre_norm),
-    *({"connection": name, "norm": "pre", "reads": 1} for name, c in CONNECTIONS.items()
-      if c.attends),
-]  # fmt: skip
+    *({"connection": n, "norm": "pre", "reads": 1} for n, c in CONNECTIONS.items() if c.attends),
+    {"connection": "residual", "norm": "deepnorm"},
+]
 EVERY = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 

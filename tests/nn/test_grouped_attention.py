@@ -46,19 +46,14 @@ def test_cross_attention(exact_backend, kv):
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 5))
 
 
-def test_widths_of_the_projections():
-    m = MultiheadAttention(DIM, HEADS, num_kv_heads=2)
+def test_widths_and_windows():
+    m = MultiheadAttention(DIM, HEADS, num_kv_heads=2, window=(None, 2))
     assert m.query_key_value.weight.shape == (DIM + 2 * 4, DIM)
-    m = MultiheadAttention(DIM, HEADS, num_kv_heads=2, cross=True)
+    assert m.window == (-1, 2)
+    decoder = TransformerDecoder(1, DIM, HEADS, FFN, num_kv_heads=2, window=4)
+    m = decoder.layers[0].cross_attention
     assert (m.query.out_features, m.key_value.out_features) == (DIM, 2 * 4)
-    decoder = TransformerDecoder(1, DIM, HEADS, FFN, num_kv_heads=2)
-    assert decoder.layers[0].cross_attention.num_kv_heads == 2
-
-
-def test_the_module_reads_windows_as_the_op_does():
-    assert MultiheadAttention(DIM, HEADS, window=4).window == (4, 4)
-    assert MultiheadAttention(DIM, HEADS, window=(None, 2)).window == (-1, 2)
-    assert MultiheadAttention(DIM, HEADS).window == (-1, -1)
+    assert (decoder.layers[0].attention.window, m.window) == ((4, 4), (-1, -1))
 
 
 # ---- stacks --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepfast
 from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
-from tests.nn.written_out import shaken
+from tests.nn.written_out import outcome, shaken
 
 DIM, TOKENS = 64, 96
 KINDS = {"dlcl": DLCL, "attnres": AttentionResiduals}
@@ -92,14 +92,11 @@ def test_a_graph_moves_the_states_of_eager_code(kind, layers, capsys):
     shaken(model.double())
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
 
-    def step(run):
-        out = run(x)
-        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
-
     with Eager() as eager:
-        wanted = step(model)
+        wanted = outcome(model, x, model)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        got, codes = run_and_get_code(step, torch.compile(model, fullgraph=True))
+        compiled = torch.compile(model, fullgraph=True)
+        got, codes = run_and_get_code(outcome, compiled, x, model)
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
     code = "\n".join(codes)
     assert launched(code) == eager.launched
@@ -171,19 +168,12 @@ WAYS = ("one", "early", "twice", "side_by_side", "unread", "checkpointed", "no_g
 def test_passes_of_all_kinds(way, kind, backend):
     stack = Stack(kind)
     x = torch.randn(3, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
-    run, ways = getattr(stack, way), [x, *stack.parameters()]
-
-    def step(run):
-        out = run(x)
-        return [out, *torch.autograd.grad(out.square().sum(), ways, allow_unused=True)]
-
-    got = step(torch.compile(run, fullgraph=True, backend=backend))
-    for a, b in zip(got, step(run), strict=True):
-        if a is None or b is None:
-            # A graph may give zeros where nothing is read.
-            assert (a if b is None else b) is None or not (a if b is None else b).any()
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    run = getattr(stack, way)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    # A graph may give zeros where nothing is read.
+    unread = {"allow_unused": True, "materialize_grads": True}
+    got, wanted = (outcome(each, x, stack, **unread) for each in (compiled, run))
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_a_retained_graph_runs_backward_again():
@@ -244,11 +234,8 @@ def test_an_exported_push_with_dropout_computes_no_norm():
     model, x = Dropped("attnres"), torch.randn(TOKENS, DIM, dtype=torch.float64)
     program = torch.export.export(model, (x,))
     assert not [n for n in program.graph.nodes if "layer_norm" in str(n.target)]
-    got, wanted = (
-        [out, *torch.autograd.grad(out.square().sum(), [*each.parameters()])]
-        for each in (program.module(), model)
-        for out in [each(x)]
-    )
+    x.requires_grad_()
+    got, wanted = (outcome(each, x, each) for each in (program.module(), model))
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
@@ -282,12 +269,8 @@ def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
         torch._dynamo.graph_break()
         return y * 2
 
-    def step(run):
-        out = run(x)
-        return [out, *torch.autograd.grad(out.square().sum(), [x, *stack.parameters()])]
-
-    got = step(torch.compile(run, backend="aot_eager"))
-    torch.testing.assert_close(got, step(run), rtol=1e-11, atol=1e-11)
+    got = outcome(torch.compile(run, backend="aot_eager"), x, stack)
+    torch.testing.assert_close(got, outcome(run, x, stack), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("connection", ["dlcl", "attnres"])
@@ -298,10 +281,7 @@ def test_any_number_of_tokens(connection):
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
         x = torch.randn(2, tokens, 16, dtype=torch.float64, requires_grad=True)
-        got, wanted = (
-            [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
-            for out in (compiled(x), model(x))
-        )
+        got, wanted = (outcome(run, x, model) for run in (compiled, model))
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 

@@ -193,11 +193,22 @@ def test_every_layer_its_own_policy():
     expected = step(stack("none"))
     for policies in (POLICIES, POLICIES[::-1]):
         assert_same(step(stack((*policies, "layer"))), expected)
-    plan = SimpleNamespace(recompute=("layer+input", "layer", "layer", "none", "ffn"))
+    plan = SimpleNamespace(
+        recompute=("layer+input", "layer", "layer", "none", "ffn"),
+        decoder_recompute=("ffn",) * LAYERS,
+    )
     module = stack("none")
+    # A layer may be inside a wrapper.
+    module.layers[1] = nn.Sequential(module.layers[1])
     module.set_recompute(plan)
     assert module.policies == plan.recompute
+    assert module.layers[1][0].recompute == "layer"
+    module.layers[1] = module.layers[1][0]
     assert_same(step(module), expected)
+    assert stack(plan, decoder=True).policies == plan.decoder_recompute
+    with pytest.raises(ValueError, match="got 'most'"):
+        module.set_recompute("most")
+    assert module.policies == plan.recompute
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -222,23 +233,3 @@ def test_inference_mode(case, policy):
         expected = forward(stack("none", **CASES[case]).eval())[1]
     with torch.inference_mode():
         assert torch.equal(forward(stack(policy, **CASES[case]).eval())[1], expected)
-
-
-def test_a_plan_has_policies_for_either_side():
-    plan = SimpleNamespace(recompute=("layer+input",) * LAYERS, decoder_recompute=("ffn",) * LAYERS)
-    assert stack(plan).policies == plan.recompute
-    assert stack(plan, decoder=True).policies == plan.decoder_recompute
-
-
-def test_wrapped_layers_get_their_policy():
-    module = stack("none")
-    module.layers[1] = nn.Sequential(module.layers[1])
-    module.set_recompute("ffn")
-    assert module.layers[1][0].recompute == "ffn"
-
-
-def test_an_unknown_policy_changes_nothing():
-    module = stack("ffn")
-    with pytest.raises(ValueError, match="got 'most'"):
-        module.set_recompute("most")
-    assert module.policies == ("ffn",) * LAYERS

@@ -114,15 +114,6 @@ def test_which_backend_runs(backend):
     }
 
 
-def test_identity_weights_without_norms_are_the_plain_stack():
-    plain = shaken(TransformerEncoder(3, DIM, HEADS, FFN, connection="residual", dropout=0.0))
-    frozen = {"init": "identity", "learnable": False, "norm": None}
-    mixed = TransformerEncoder(3, DIM, HEADS, FFN, dropout=0.0, dlcl=frozen)
-    mixed.load_state_dict(plain.state_dict(), strict=False)
-    x = torch.randn(2, 5, DIM)
-    torch.testing.assert_close(mixed(x), plain(x), rtol=1e-4, atol=1e-5)
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -239,13 +230,8 @@ def by_torch(norm):
 @pytest.mark.parametrize("change", [by_hook, by_subclass, by_torch])
 @pytest.mark.parametrize("policy", ["none", "ffn", "layer", "layer+input"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"connection": "residual"}, {"norm": "post"}, {}, {"connection": "attnres"},
-        {"connection": "attnres", "reads": 1},
-    ],
-    ids=str,
-)  # fmt: skip
+    "options", [{}, {"norm": "post"}, {"connection": "residual"}, *PRE_NORM[:2]], ids=str
+)
 @KINDS
 def test_norms_that_are_not_plain_run_as_modules(kind, options, policy, change):
     """Twice the norm is the norm with weights of 2."""

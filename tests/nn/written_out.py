@@ -20,12 +20,13 @@ def shaken(module):
     return module
 
 
-def norm_of(m, x):
+def norm_of(m, x, eps=None):
     if isinstance(m, NoNorm):
         return x
+    eps = m.eps if eps is None else eps
     if m.bias is None:
-        return F.rms_norm(x, m.weight.shape, m.weight, m.eps)
-    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps)
+        return F.rms_norm(x, m.weight.shape, m.weight, eps)
+    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps)
 
 
 def attend(m, x, encoded=None, padding=None, causal=False):
@@ -75,14 +76,14 @@ def sublayers(m, encoded=None, padding=None, encoded_padding=None, z=1.0):
     return [*found, (m.feed_forward_norm, lambda n: z * block.down(torch.relu(block.up(n))))]
 
 
-def layer(m, x, n, *given):
+def layer(m, x, n, *given, alpha=1, eps=None):
     """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's.
 
-    ``given`` is what `sublayers` takes.
+    ``given`` is what `sublayers` takes. DeepNorm has an ``alpha``, and norms with this eps.
     """
     for part, (norm, branch) in enumerate(sublayers(m, *given)):
         if m.norm == "post":
-            x = norm_of(norm, x + branch(x))
+            x = norm_of(norm, alpha * x + branch(x), eps)
         else:
             x = x + branch(n if part == 0 else norm_of(norm, x))
     return x
@@ -152,6 +153,13 @@ def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, in
             y = bodies[row](x, n)
             states.append(y - x if attends else y)
     return n
+
+
+def outcome(run, x, module, **options):
+    """The result, and the gradients of x and the module's parameters."""
+    out = run(x)
+    leaves = [x, *module.parameters()]
+    return [out, *torch.autograd.grad(out.square().sum(), leaves, **options)]
 
 
 def assert_same(got, want, module, inputs, keep=None):
