@@ -9,6 +9,7 @@ from torch import Tensor
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
+from deepfast.depth.history import DepthHistory
 from deepfast.nn.connections.base import Connection, Options, StackCall, note, run_layer
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
