@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.record import record
+from deepfast import availability, ops
 from deepfast import backend as backends
-from deepfast import ops
 from deepfast.build import compiler
 from deepfast.cases.case import tuple_of
 from deepfast.cases.sizes import typical
@@ -104,9 +104,9 @@ def launching(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         if name == "triton":
             load_driver(stack.enter_context(tempfile.TemporaryDirectory()))
-            refusal = mock.patch.object(backends, "_triton_refusal", return_value=None)
-            stack.enter_context(refusal)
-            for module in filter(None, (backends._triton_module(f)[0] for f in KERNELS)):
+            able = mock.patch.object(availability, "_triton", return_value=None)
+            stack.enter_context(able)
+            for module in filter(None, (availability.kernel_file(f)[0] for f in KERNELS)):
                 if hasattr(module, "multiprocessors"):
                     count = mock.patch.object(module, "multiprocessors", _processors)
                     stack.enter_context(count)
@@ -115,7 +115,7 @@ def launching(name: str) -> Iterator[None]:
         yield
 
 
-KERNELS = sorted({file for files in backends.KERNEL_FILES.values() for file in files})
+KERNELS = sorted({file for files in availability.KERNEL_FILES.values() for file in files})
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def each_op(backend: str) -> dict[str, float]:
     """One typical call of each op that the backend has kernels for."""
     found = {}
     for op in backends.OPS:
-        if "boundary" not in op and backends.refusal(op, backend, "cpu", torch.float32) is None:
+        if "boundary" not in op and backends.why_unable(op, backend, "cpu", torch.float32) is None:
             case = typical(op, WIDTH, "cpu", tokens=2)
             leaves = case.leaves(torch.float32, torch.float32)
             found |= _timed({op: partial(case.run, **leaves, backend=backend)}, [*leaves.values()])
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
             found |= each_op(backend)
             for connection, kind in CONNECTIONS.items():
                 op = kind.func.pass_kind.op
-                if backends.refusal(op, backend, "cpu", torch.float32) is None:
+                if backends.why_unable(op, backend, "cpu", torch.float32) is None:
                     rows = pushes(connection, backend)
                     found |= {f"a push of {connection}, {name}": us for name, us in rows.items()}
                     found |= launches(connection, backend)

@@ -6,9 +6,8 @@ table: the schemas that deepfast._C defines, the functions by which the package 
 fakes and FLOPs of the compiled launches (`deepfast.ops.register`), and the operands in the tests of
 kernels. This module imports only the standard library, so that the build can import it.
 
-The package names each operand when it calls a launch. The ops of deepfast._C get the operands in
-the order of the table. A launcher that is written in Python gets them as one record, whose fields
-have the operands' names.
+The package names each operand when it calls a launch. Each launcher gets one record, a named tuple
+whose fields are the operands in the order of the table.
 
 In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
 shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, with
@@ -29,6 +28,10 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+Launcher = Callable[[Any], None]
+"""A function that runs a launch, from the record of its operands."""
 
 
 @dataclass(frozen=True)
@@ -93,22 +96,22 @@ class Launch:
 
     @cached_property
     def record(self) -> type:
-        """The record of its operands, a named tuple, which launchers in Python take."""
+        """The record of its operands, a named tuple."""
         return namedtuple(self.name, self.names)  # type: ignore[misc]
 
-    def by_name(self, run: Callable[..., None]) -> Callable[..., None]:
-        """``run``, which takes the operands in order, as a function that takes them by name. A
-        ``Tensor?`` that is not named is None."""
+    def by_name(self, run: Launcher) -> Callable[..., None]:
+        """``run`` as a function that takes the operands by name and makes the record of them. A
+        ``Tensor?`` that is not named is None. Its attribute ``run`` takes a record."""
         named = (f"{o.name}=None" if o.type == "Tensor?" else o.name for o in self.operands)
-        # Compiled once, because a function with *args or **kwargs would cost each call more time.
-        call = eval(f"lambda *, {', '.join(named)}: run({', '.join(self.names)})", {"run": run})
+        # Compiled once, because a function with **kwargs would cost each call more time, as would
+        # the named tuple's own constructor.
+        call = eval(
+            f"lambda *, {', '.join(named)}: run(new(record, ({', '.join(self.names)},)))",
+            {"run": run, "new": tuple.__new__, "record": self.record},
+        )
         call.__name__ = call.__qualname__ = self.name
+        call.run = run
         return call
-
-    def in_order(self, launcher: Callable) -> Callable[..., None]:
-        """A launcher in Python, which takes a record, as a function of the operands in order."""
-        record = self.record
-        return lambda *operands: launcher(record(*operands))
 
     @property
     def schema(self) -> str:

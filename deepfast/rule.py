@@ -3,7 +3,7 @@
 A line is: op, backend, bits of the dtypes, the lowest compute capability, the largest size. The
 size of a call is the number of channels of a row; for attention it is the longest sentence. The
 first line that matches is chosen. If no line matches, attention uses torch's sdpa, and the other
-ops use the reference. `backend.refusal` says what a backend cannot run at all.
+ops use the reference. `availability.why_unable` says what a backend cannot run at all.
 
 The boundary in CUDA C++ comes before Triton's: its machine code loads the next rows while it
 computes, and waits less for memory. Its far passes are Triton's in both. In attention Triton's

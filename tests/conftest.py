@@ -157,7 +157,7 @@ def exact_backend(request):
     """Each backend that computes in float64."""
     from deepfast import backend
 
-    reason = backend.refusal("layer_norm", request.param, "cpu", torch.float64)
+    reason = backend.why_unable("layer_norm", request.param, "cpu", torch.float64)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -15,6 +15,9 @@ DTYPES = list(backend.DTYPES)
 @pytest.fixture(autouse=True)
 def _no_override(monkeypatch):
     monkeypatch.delenv("DEEPFAST_BACKEND", raising=False)
+    backend.forget()
+    yield
+    backend.forget()
 
 
 @pytest.mark.parametrize("op", backend.OPS)
@@ -37,27 +40,26 @@ def test_every_backend_not_chosen_has_a_reason_or_comes_later(op):
 
 
 def test_reasons_say_what_is_wrong():
-    assert BackendError.__module__ == "deepfast.backend"
-    assert "on cpu, not cuda" in backend.refusal("attention", "cuda", "cpu", torch.float32)
-    assert "compute in float32" in backend.refusal("boundary", "cuda", "cuda", torch.float64)
-    assert "on cuda, not cpu" in backend.refusal("layer_norm", "cpu", "cuda", torch.float32)
-    assert "torch.int32" in backend.refusal("layer_norm", "cpu", "cpu", torch.int32)
+    assert "on cpu, not cuda" in backend.why_unable("attention", "cuda", "cpu", torch.float32)
+    assert "compute in float32" in backend.why_unable("boundary", "cuda", "cuda", torch.float64)
+    assert "on cuda, not cpu" in backend.why_unable("layer_norm", "cpu", "cuda", torch.float32)
+    assert "torch.int32" in backend.why_unable("layer_norm", "cpu", "cpu", torch.int32)
     with pytest.raises(BackendError, match=r"expected an op of layer_norm.*got 'softmax'"):
-        backend.refusal("softmax", "cpu", "cpu", torch.float32)
+        backend.why_unable("softmax", "cpu", "cpu", torch.float32)
 
 
 def test_triton_is_no_default(monkeypatch):
     """In the interpreter it runs on request; on a GPU it is the default."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend.refusal("layer_norm", "triton", "cpu", torch.float32) is None
+    assert backend.why_unable("layer_norm", "triton", "cpu", torch.float32) is None
     assert (
         "interpreter is for tests" in backend.explain("layer_norm", "cpu", torch.float32)["triton"]
     )
-    assert "compute in float32" in backend.refusal("layer_norm", "triton", "cpu", torch.float64)
+    assert "compute in float32" in backend.why_unable("layer_norm", "triton", "cpu", torch.float64)
     for op in backend.OPS:
-        assert backend.refusal(op, "triton", "cuda", torch.bfloat16) is None
+        assert backend.why_unable(op, "triton", "cuda", torch.bfloat16) is None
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "on cpu, not cuda" in backend.refusal("layer_norm", "triton", "cpu", torch.float32)
+    assert "on cpu, not cuda" in backend.why_unable("layer_norm", "triton", "cpu", torch.float32)
 
 
 def test_rocm_is_refused(monkeypatch):
@@ -66,9 +68,9 @@ def test_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     for op in backend.OPS:
-        chosen = backend.preview(op, None, "cuda:0", torch.bfloat16)[0]
+        chosen = backend.choose(op, None, "cuda:0", torch.bfloat16)[0]
         assert chosen == ("sdpa" if op == "attention" else "reference")
-        reason = backend.refusal(op, "triton", "cuda:0", torch.bfloat16)
+        reason = backend.why_unable(op, "triton", "cuda:0", torch.bfloat16)
         assert reason == "the Triton kernels are for CUDA, and this torch is for ROCm 6.4"
 
 

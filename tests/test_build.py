@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepfast import backend, build
+from deepfast import availability, backend, build
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -199,12 +199,12 @@ def test_a_device_that_is_too_old_is_told(monkeypatch):
         def build_info():
             return {"cuda": "80+90+100"}
 
-    monkeypatch.setattr(backend, "_C", Built)
+    monkeypatch.setattr(availability, "C_OPS", Built)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
     for second, reason in (((8, 0), None), ((7, 5), "card 1) has compute capability 7.5")):
         capabilities = [(9, 0), second]
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-        got = backend.refusal("boundary", "cuda", "cuda", torch.bfloat16)
+        got = backend.why_unable("boundary", "cuda", "cuda", torch.bfloat16)
         assert got == reason or reason in got
-    assert backend.refusal("boundary", "cuda", "cpu", torch.bfloat16) is not None
+    assert backend.why_unable("boundary", "cuda", "cpu", torch.bfloat16) is not None

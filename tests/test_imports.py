@@ -12,7 +12,7 @@ PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
 #   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
-#   -> launches, reference, library; machine is above backend
+#   -> availability -> launches, reference, library; machine is above backend
 #   checks, connections, dtypes and files lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
 BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
@@ -31,9 +31,18 @@ ALLOWED = {
     "rule": set(),
     "library": {"files"},
     "build": {"library", "files"},
-    "selfcheck": {"dtypes", "files", "launches", "library", "reference", "version"},
+    "availability": {"dtypes", "launches", "library", "kernels"},
+    "selfcheck": {
+        "availability",
+        "dtypes",
+        "files",
+        "launches",
+        "library",
+        "reference",
+        "version",
+    },
     "clock": set(),
-    "backend": {"dtypes", "launches", "library", "reference", "kernels", "rule", "selfcheck"},
+    "backend": {"availability", "dtypes", "launches", "reference", "rule", "selfcheck"},
     "machine": {"backend", "version"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,

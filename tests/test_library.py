@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 import deepfast
-from deepfast import backend, build, library
+from deepfast import availability, backend, build, library
 from deepfast.cli import main
 
 BUILD = """rule compile
@@ -124,8 +124,8 @@ def test_import_works_with_a_library_of_another_key(python, tmp_path):
 def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch, capsys):
     reason = f"the C++ ops of {package} are not compiled; `{library.BUILD}` compiles them"
     assert library.load() == (None, reason)
-    monkeypatch.setattr(backend, "_C", None)
-    monkeypatch.setattr(backend, "_C_REASON", reason)
+    monkeypatch.setattr(availability, "C_OPS", None)
+    monkeypatch.setattr(availability, "WHY_NO_C_OPS", reason)
     assert main(["info", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"build    {reason}" in lines
@@ -133,7 +133,7 @@ def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch
         assert f"{op}: {'sdpa' if op == 'attention' else 'reference'}" in lines
     assert main(["info", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["build"] == {"missing": reason}
-    assert backend.refusal("layer_norm", "cpu", "cpu", torch.float32) == reason
+    assert backend.why_unable("layer_norm", "cpu", "cpu", torch.float32) == reason
 
 
 def test_build_says_what_it_does(compiler, package, capsys):

@@ -106,7 +106,7 @@ class Bench:
     def backends(self, op: str) -> list[str]:
         """The backends whose kernels for ``op`` are measured; a note says why one is left out."""
         found = {
-            name: backend.refusal(op, name, self.device, torch.bfloat16)
+            name: backend.why_unable(op, name, self.device, torch.bfloat16)
             for name in ("triton", "cuda")
         }
         for reason in found.values():

@@ -49,13 +49,7 @@ def checked() -> bool:
     if stale():
         return False
     gpu = torch.device("cuda", torch.cuda.current_device())
-    wanted = {
-        (op, by, dtype)
-        for op in backend.OPS
-        for by, dtypes in backend.checkable(op, gpu).items()
-        for dtype in dtypes
-    }
-    return wanted <= set(store.of(gpu).full)
+    return set(backend.checkable(backend.OPS, gpu)) <= set(store.of(gpu).full)
 
 
 def compile_ops(architectures: list[str]) -> None:

@@ -274,7 +274,7 @@ def attention(bench: Bench) -> None:
     case = Packed(bench)
     for training in (False, True):
         forms = {ours("triton"): "triton", "SDPA, padded": None, "torch varlen": "varlen"}
-        reason = backend.refusal("attention", "varlen", bench.device, BF16)
+        reason = backend.why_unable("attention", "varlen", bench.device, BF16)
         if reason is not None:
             del forms["torch varlen"]
             bench.note(f"no torch varlen: {reason}")

@@ -22,6 +22,20 @@ LISTED = {op: calls.listed for op, calls in KERNELS.items()} | ops.PRODUCTS
 """The calls at odd sizes, also of ops that combine such kernels with torch's matrix products."""
 
 
+LENGTHS = (64, 512, 4096)
+"""Longest sentences at which attention is timed: tiles that suit one do not suit another."""
+
+WIDTHS = (512, 1024, 4096)
+"""Channels of a row at which other ops are timed; of an LSTM half as many."""
+
+
+def widths(op: str, kind: str) -> tuple[int, ...]:
+    """Sizes at which an op is timed on devices of type ``kind``; small on a CPU, for tests."""
+    at: tuple[int, ...] = LENGTHS if op == "attention" else WIDTHS
+    at = at if kind == "cuda" else tuple(3 + n // 128 for n in at)
+    return tuple(w // 2 for w in at) if op == "peephole_lstm" else at
+
+
 def typical(op: str, width: int, kind: str, tokens: int | None = None) -> Case:
     """A typical call at ``width`` on a device of type ``kind``. By default it has as many tokens as
     are timed: enough that a kernel takes longer than its launch."""

@@ -70,10 +70,10 @@ def _choice(op: str, override: str | None, device: torch.device, dtype: torch.dt
     refused = backend.explain(op, device, dtype)
     if override is not None:
         # An override may name a backend that `explain` does not list.
-        refused[override] = backend.refusal(op, override, device, dtype)
+        refused[override] = backend.why_unable(op, override, device, dtype)
         if refused[override] is not None:
             return {"chosen": None, "refused": refused}
-    chosen = backend.preview(op, override, device, dtype)[0]
+    chosen = backend.choose(op, override, device, dtype)[0]
     return {"chosen": chosen, "refused": refused}
 
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device, expected, backend.CHECKED)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    wanted = {op: backend.checkable(op, device) for op in args.op or backend.OPS}
+    wanted = backend.checkable(args.op or backend.OPS, device)
     results, lines = store.of(device), []
 
     def say(line: str) -> None:

@@ -22,7 +22,7 @@ def graph_launches(op: str, requested: str | None) -> SimpleNamespace:
 
     def one(name: str):
         run = _op(name)
-        return LAUNCHES[name].by_name(lambda *operands: run(*operands, requested))
+        return LAUNCHES[name].by_name(lambda operands: run(*operands, requested))
 
     return SimpleNamespace(**{name: one(name) for name in backend.OPS[op]})
 
@@ -31,13 +31,12 @@ def graph_launches(op: str, requested: str | None) -> SimpleNamespace:
 def _op(name: str):
     launch, in_graph = LAUNCHES[name], f"{name}_in_graph"
 
-    def run(*operands) -> None:
-        *given, requested = operands
-        named = launch.record(*given)
-        states = named.states  # type: ignore[attr-defined]
+    def run(*given) -> None:
+        operands, requested = launch.record(*given[:-1]), given[-1]
+        states = operands.states  # type: ignore[attr-defined]
         width = states.shape[-1]
         _, chosen = backend.choose(launch.op, requested, states.device, states.dtype, width)
-        getattr(chosen, name)(**named._asdict())  # type: ignore[attr-defined]
+        getattr(chosen, name).run(operands)
 
     schema = launch.schema.replace(name, in_graph, 1).replace(") ->", ", str? backend) ->")
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)

@@ -47,6 +47,11 @@ def fault(got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> str 
     """
     if got.shape != exact.shape:
         return f"shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+    # The log of a sum over no key is -inf.
+    empty = exact == -torch.inf
+    if (got[empty] != -torch.inf).any():
+        return f"expected -inf as in the reference, got {got[empty]}"
+    got, plain, exact = (x.masked_fill(empty, 0) for x in (got, plain, exact))
     if not torch.isfinite(exact).all():
         return "the reference itself is not finite"
     if not torch.isfinite(got).all():
@@ -61,3 +66,13 @@ def fault(got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> str 
         f"error {error(got, exact):.3g}, allowed {allowed:.3g} "
         f"(plain form {error(plain, exact):.3g}, scale {scale:.3g}, {dtype})"
     )
+
+
+def first_fault(
+    got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
+) -> str | None:
+    """The name of the first of several results that is too far from the reference, and why."""
+    for name, value in got.items():
+        if reason := fault(value, plain[name], exact[name], dtype):
+            return f"{name}: {reason}"
+    return None

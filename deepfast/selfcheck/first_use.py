@@ -3,10 +3,10 @@
 A launch has variants: Triton compiles one for each width, dtype, missing operand and so on. Before
 a variant runs for the first time, it runs once on small random operands of the same kind, and the
 result is compared with the reference in float64. This compiles no other variant, and takes
-milliseconds. `variant_of` tells most variants apart. Triton compiles more, such as for an address
-that is no multiple of 16, so each of its compiled kernels asks before its first use. A wrong or
-failing kernel is not used: the reference computes the call, later calls choose another backend, and
-`store` saves the error for later processes.
+milliseconds. `operands.variant_of` tells most variants apart. Triton compiles more, such as for an
+address that is no multiple of 16, so each of its compiled kernels asks before its first use. A
+wrong or failing kernel is not used: the reference computes the call, later calls choose another
+backend, and `store` saves the error for later processes.
 
 A check makes no collective call and waits for no other process. So the ranks of a process group
 cannot block each other: each rank checks what it launches.
@@ -16,30 +16,22 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepfast.availability import BackendError
 from deepfast.dtypes import dtype_name
-from deepfast.launches import Launch, Operand
+from deepfast.launches import Launch, Launcher
 from deepfast.reference import accuracy
-from deepfast.selfcheck import store
-from deepfast.selfcheck.operands import alike, no_elements
-from deepfast.selfcheck.store import tell_once
+from deepfast.selfcheck import operands, store
 
 MODES = ("first-use", "off", "require")
 
-Run = Callable[..., None]
-"""A launch that takes its operands in order."""
-
-
-class BackendError(RuntimeError):
-    """No backend can run the op, or the requested one cannot."""
-
-    __module__ = "deepfast.backend"  # Where users find it.
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation"""
 
 
 class _Refused(RuntimeError):
@@ -53,10 +45,10 @@ class NoReference(RuntimeError):
 def mode() -> str:
     """DEEPFAST_SELFCHECK: first-use checks a kernel before its first use, off checks none, and
     require makes a kernel that fails its check an error."""
-    found = os.environ.get("DEEPFAST_SELFCHECK") or MODES[0]
-    if found not in MODES:
-        raise ValueError(f"DEEPFAST_SELFCHECK: expected one of {', '.join(MODES)}, got {found!r}")
-    return found
+    wish = os.environ.get("DEEPFAST_SELFCHECK") or MODES[0]
+    if wish not in MODES:
+        raise ValueError(f"DEEPFAST_SELFCHECK: expected one of {', '.join(MODES)}, got {wish!r}")
+    return wish
 
 
 def why_not_now() -> str | None:
@@ -72,10 +64,6 @@ def why_not_now() -> str | None:
     return None
 
 
-CUDA_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation"""
-
-
 def out_of_memory(error: Exception) -> bool:
     """Whether memory ran out. Another process may have taken it, so no kernel is at fault."""
     if isinstance(error, torch.AcceleratorError):
@@ -85,6 +73,19 @@ def out_of_memory(error: Exception) -> bool:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _lost_context(device: torch.device) -> str | None:
+    """The CUDA error if an earlier error made the GPU unusable for this process, else None."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        return first_line(error)
+    return None
+
+
+# ---- one check -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -103,103 +104,27 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-# ---- variants ------------------------------------------------------------------------------------
-
-
-@functools.cache
-def variant_of(launch: Launch) -> Callable[..., tuple]:
-    """A function of the operands that tells variants apart: the device, the dtype, widths, which
-    operands are missing, flags, words, and the rough length of lists.
-
-    It is compiled once, because it runs at each launch: it takes about a microsecond.
-    """
-    text: dict[Operand, str] = {}
-    parts: list[str] = []
-    widths: set[str] = set()
-    for o in launch.operands:
-        if o.dtype == "storage" and o.type != "Tensor?":
-            text[o] = f"{o.name}[0]" if o.type == "Tensor[]" else o.name
-    first = next(iter(text.values()))
-    # Widths of operands that are never missing first.
-    for o in sorted(launch.operands, key=lambda o: o not in text):
-        there = f"{o.name} is not None and " if o.type == "Tensor?" else ""
-        for i, letter in enumerate(o.shapes[0] if o.shapes else ()):
-            if letter in set("DEHGV") - widths:
-                widths |= {letter} if o in text else set()
-                parts.append(f"{there}{text.get(o, o.name)}.shape[{i}]")
-        if len(o.shapes) > 1:
-            parts.append(f"{there}{o.name}.dim()")
-        if o.type == "Tensor?":
-            parts.append(f"{o.name} is not None")
-        elif o.type in ("int[]", "Tensor[]"):
-            parts.append(f"len({o.name}).bit_length()")
-        elif o.type in ("bool", "str"):
-            parts.append(o.name)
-        elif o.name == "dropout_p":
-            parts.append("dropout_p > 0")
-        elif o.type == "int" and not o.below:
-            # Lengths choose tiles. A window's side without end is -1.
-            parts.append(f"(-1 if {o.name} < 0 else {o.name}.bit_length())")
-    values = ", ".join([f"{first}.get_device()", f"{first}.dtype", *parts])
-    return eval(f"lambda {', '.join(launch.names)}: ({values})")
-
-
-# ---- one check -----------------------------------------------------------------------------------
-
-
-def _copies(given: list, dtype: torch.dtype | None) -> list:
-    """The operands, copied; their floating-point numbers in ``dtype``."""
-
-    def copy(x):
-        if isinstance(x, list):
-            return [copy(y) for y in x]
-        if not isinstance(x, Tensor):
-            return x
-        return x.to(dtype, copy=True) if dtype and x.is_floating_point() else x.clone()
-
-    return [copy(x) for x in given]
-
-
-def _results(launch: Launch, run: Run, given: list) -> dict[str, Tensor]:
-    """What the launch writes into its operands, by name."""
-    run(*given)
-    found: dict[str, Tensor] = {}
-    for o, x in zip(launch.operands, given, strict=True):
-        if o.writes and isinstance(x, list):
-            found |= {f"{o.name}[{i}]": y for i, y in enumerate(x)}
-        elif o.writes and x is not None:
-            found[o.name] = x
-    return found
-
-
 def fault(
-    launch: Launch, run: Run, reference: Run, operands: tuple, device: torch.device,
-    dtype: torch.dtype,
-) -> str | None:  # fmt: skip
-    """The error of a launch on random operands like ``operands``; None if it is correct.
+    launch: Launch, run: Launcher, reference: Launcher, call: Any, device: Any, dtype: torch.dtype
+) -> str | None:
+    """The error of a launch on random operands like the record ``call``, which are on ``device``
+    with the storage dtype ``dtype``; None if it is correct.
 
     Raises:
         NoReference: the reference raises an error.
         Exception: what the launch raises.
     """
     with _undisturbed(device):
-        given = alike(launch, operands, torch.Generator(device).manual_seed(1))
+        given = operands.like_those_of(launch, call, torch.Generator(device).manual_seed(1))
+        plain, exact = operands.copied(given), operands.copied(given, torch.float64)
         try:
-            exact = _results(launch, reference, _copies(given, torch.float64))
-            plain = _results(launch, reference, _copies(given, None))
+            reference(exact)
+            reference(plain)
         except Exception as error:
             raise NoReference(f"because the reference fails ({first_line(error)})") from error
-        got = _results(launch, run, given)
-        for name, value in got.items():
-            # The log of a sum over no key is -inf.
-            infinite = exact[name].isinf()
-            if not torch.equal(value[infinite].double(), exact[name][infinite]):
-                return f"{name}: expected {exact[name][infinite]}, got {value[infinite]}"
-            near, far = (x[name].masked_fill(infinite, 0) for x in (plain, exact))
-            found = accuracy.fault(value.masked_fill(infinite, 0), near, far, dtype)
-            if found is not None:
-                return f"{name}: {found}"
-    return None
+        run(given)
+        got, near, far = (operands.written(launch, x) for x in (given, plain, exact))
+        return accuracy.first_fault(got, near, far, dtype)
 
 
 # ---- before each launch --------------------------------------------------------------------------
@@ -221,9 +146,8 @@ class Checked:
     """A launch of a backend, with a check of each variant before its first use."""
 
     def __init__(
-        self, launch: Launch, by: str, run: Run, reference: Run, failed: Callable[[], None],
-        thread: Any = None,
-    ):  # fmt: skip
+        self, launch: Launch, by: str, run: Launcher, reference: Launcher, failed: Any, thread: Any
+    ):
         """
         run: the launch; by: its backend.
         reference: the reference launch, which runs instead of a wrong kernel.
@@ -233,37 +157,37 @@ class Checked:
         """
         self.launch, self.by, self.run, self.reference = launch, by, run, reference
         self.failed, self.thread = failed, thread
-        self.variant_of = variant_of(launch)
+        self.variant_of = operands.variant_of(launch)
         self.right = _right.setdefault((launch.name, by), set())
 
-    def __call__(self, *operands) -> None:
-        variant = self.variant_of(*operands)
-        if not (variant in self.right or self._may_run(operands, variant)):
-            self.reference(*operands)
+    def __call__(self, call: Any) -> None:
+        variant = self.variant_of(call)
+        if not (variant in self.right or self._may_run(call, variant)):
+            self.reference(call)
         elif self.thread is None:
-            self.run(*operands)
+            self.run(call)
         else:
-            self._run_by_triton(operands, variant)
+            self._run_by_triton(call, variant)
 
-    def _run_by_triton(self, operands: tuple, variant: tuple) -> None:
+    def _run_by_triton(self, call: Any, variant: tuple) -> None:
         """Runs the launch, which asks before it runs a kernel for the first time."""
         thread = self.thread
-        thread.ask = functools.partial(self._ask, operands, variant[:2])
+        thread.ask = functools.partial(self._ask, call, variant[:2])
         thread.launched = False
         try:
-            self.run(*operands)
+            self.run(call)
         except _Refused as refused:
             if thread.launched:
                 raise BackendError(str(refused)) from None
-            self.reference(*operands)
+            self.reference(call)
         finally:
             thread.ask = None
 
-    def _ask(self, operands: tuple, at: tuple, kernel: str, compiled: str) -> bool:
+    def _ask(self, call: Any, at: tuple, kernel: str, compiled: str) -> bool:
         """Whether a compiled kernel may run; if it is new, the launch is checked once more."""
         thread, ask, launched = self.thread, self.thread.ask, self.thread.launched
         try:
-            if self._may_run(operands, (*at, kernel, compiled)):
+            if self._may_run(call, (*at, kernel, compiled)):
                 return True
             raise _Refused(
                 f"{self.launch.op}: {kernel} failed its check, or could not be checked, after "
@@ -272,19 +196,19 @@ class Checked:
         finally:
             thread.ask, thread.launched = ask, launched
 
-    def _may_run(self, operands: tuple, variant: tuple) -> bool:
+    def _may_run(self, call: Any, variant: tuple) -> bool:
         """Whether a new variant may run: it is in the file of results, or it passes the check."""
-        if no_elements(self.launch, operands):
+        if operands.no_elements(self.launch, call):
             return True
         index, dtype, *rest = variant
         device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
         kernels = self.launch.op, self.by, dtype_name(dtype)
         with _checking:
-            known, unknown = store.of(device), None
-            kept = (self.launch.name, *rest) in known.right.get(kernels, ())
-            if kernels not in known.wrong and not kept:
-                unknown = why_not_now() or self._check(known, operands, device, dtype, rest)
-            wrong = known.wrong.get(kernels)
+            results, unknown = store.of(device), None
+            kept = (self.launch.name, *rest) in results.right.get(kernels, ())
+            if kernels not in results.wrong and not kept:
+                unknown = why_not_now() or self._check(call, variant, device)
+            wrong = results.wrong.get(kernels)
             if wrong is None and unknown is None:
                 self.right.add(variant)
                 return True
@@ -295,28 +219,23 @@ class Checked:
                 f"{wrong or f'no check {unknown}'}"
             )
         if wrong is None:
-            tell_once(
+            store.tell_once(
                 f"deepfast: {name} cannot be checked {unknown}, so the reference computes this "
                 "call; call the op once beforehand, in eager mode, to check its kernel"
             )
         return False
 
-    def _check(
-        self, known: store.Store, operands: tuple, device: torch.device, dtype: torch.dtype,
-        variant: list,
-    ) -> str | None:  # fmt: skip
+    def _check(self, call: Any, variant: tuple, device: torch.device) -> str | None:
         """Checks a variant and keeps the result; returns why that was not possible, or None."""
-        launch, by, lost = self.launch, self.by, None
-        line = {
-            "op": launch.op, "backend": by, "dtype": dtype_name(dtype), "launch": launch.name,
-            "variant": variant,
-        }  # fmt: skip
+        (op, name), (_, dtype, *rest) = (self.launch.op, self.launch.name), variant
+        results, lost = store.of(device), None
+        line = {"op": op, "backend": self.by, "dtype": dtype_name(dtype), "launch": name}
         compiled: list[tuple[str, str]] = []
         if self.thread is not None:
             self.thread.ask = lambda *kernel: compiled.append(kernel)
         try:
-            with known.check(**line):
-                error = fault(launch, self.run, self.reference, operands, device, dtype)
+            with results.check(**line, variant=rest):
+                error = fault(self.launch, self.run, self.reference, call, device, dtype)
         except NoReference as raised:
             return str(raised)
         except Exception as raised:
@@ -326,32 +245,21 @@ class Checked:
         finally:
             if self.thread is not None:
                 self.thread.ask = None
-        if error is not None:
-            error = f"{launch.name} {tuple(variant)}: {error}"
-            store.log.warning(
-                "deepfast: %s by %s in %s failed its check against float64 on %s, so later "
-                "calls use another backend: %s (stored in %s; run `deepfast selfcheck --op %s` to "
-                "check it again)", launch.op, by, dtype_name(dtype), store.device_name(device),
-                error, known.path, launch.op,
-            )  # fmt: skip
-        known.add(**line, error=error)
-        if error is not None:
-            self.failed()
-        for kernel in compiled if error is None else ():
-            known.add(**line | {"variant": kernel}, error=None)
+        if error is None:
+            for kernel in (rest, *compiled):
+                results.add(**line, variant=kernel, error=None)
+            return None
+        error = f"{name} {tuple(rest)}: {error}"
+        results.add(**line, variant=rest, error=error)
+        self.failed()
+        store.log.warning(
+            f"deepfast: {op} by {self.by} in {dtype_name(dtype)} failed its check against float64 "
+            f"on {store.device_name(device)}, so later calls use another backend: {error} (stored "
+            f"in {results.path}; run `deepfast selfcheck --op {op}` to check it again)"
+        )
         if lost is not None:
             raise BackendError(
-                f"{launch.op}: the check of {by} made the GPU unusable for this process ({lost}); "
+                f"{op}: the check of {self.by} made the GPU unusable for this process ({lost}); "
                 "restart the program: it then uses another backend"
             )
         return None
-
-
-def _lost_context(device: torch.device) -> str | None:
-    """The CUDA error if an earlier error made the GPU unusable for this process, else None."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except Exception as error:
-            return first_line(error)
-    return None

@@ -1,6 +1,9 @@
-"""Random operands for a launch: like those of a call, with few tokens."""
+"""The operands of a launch: what tells its variants apart, and random ones like those of a call."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +22,67 @@ ELEMENTS = 1 << 20
 not take much memory."""
 
 
+@functools.cache
+def variant_of(launch: Launch) -> Callable[[Any], tuple]:
+    """A function of the record that tells variants apart: the device, the dtype, widths, which
+    operands are missing, flags, words, and the rough length of lists.
+
+    It is compiled once, because it runs at each launch: it takes about a microsecond.
+    """
+    stored = {
+        o: f"a.{o.name}[0]" if o.type == "Tensor[]" else f"a.{o.name}"
+        for o in launch.operands
+        if o.dtype == "storage" and o.type != "Tensor?"
+    }
+    first = next(iter(stored.values()))
+    parts = [f"{first}.get_device()", f"{first}.dtype"]
+    widths: set[str] = set()
+    # Widths of operands that are never missing first.
+    for o in sorted(launch.operands, key=lambda o: o not in stored):
+        x = f"a.{o.name}"
+        there = f"{x} is not None and " if o.type == "Tensor?" else ""
+        for i, letter in enumerate(o.shapes[0] if o.shapes else ()):
+            if letter in set("DEHGV") - widths:
+                widths |= {letter} if o in stored else set()
+                parts.append(f"{there}{stored.get(o, x)}.shape[{i}]")
+        if len(o.shapes) > 1:
+            parts.append(f"{there}{x}.dim()")
+        if o.type == "Tensor?":
+            parts.append(f"{x} is not None")
+        elif o.type in ("int[]", "Tensor[]"):
+            parts.append(f"len({x}).bit_length()")
+        elif o.type in ("bool", "str"):
+            parts.append(x)
+        elif o.name == "dropout_p":
+            parts.append(f"{x} > 0")
+        elif o.type == "int" and not o.below:
+            # Lengths choose tiles. A window's side without end is -1.
+            parts.append(f"(-1 if {x} < 0 else {x}.bit_length())")
+    return eval(f"lambda a: ({', '.join(parts)})")
+
+
+POSITIVE = {"gates": 0.0, "stats": 1.0, "partial_stats": 1.0, "most": 3.0, "lse": 3.0}
+POSITIVE |= dict.fromkeys(("rstd", "out_rstd", "source_rstd", "total"), 0.5)
+"""The least value of operands that are scales, sums of exponentials and the like; they are up to 1
+more."""
+
+
 def random(
-    name: str, shape: tuple[int, ...], generator: torch.Generator | None = None,
-    device: torch.device | None = None,
-) -> Tensor:  # fmt: skip
-    """Values in fp32 for the operand ``name``: scales and sums of exponentials are positive.
+    name: str, shape: tuple[int, ...], generator: torch.Generator | None = None, device=None
+) -> Tensor:
+    """Values in fp32 for the operand ``name``.
 
     generator: if given, the state of torch's default generator does not change.
     """
-    how = {"generator": generator, "device": device, "dtype": torch.float32}
-    if name in ("rstd", "out_rstd", "source_rstd", "total"):
-        return 0.5 + torch.rand(shape, **how)  # type: ignore[call-overload]
-    if name == "gates":
-        return torch.rand(shape, **how)  # type: ignore[call-overload]
-    if name in ("most", "lse"):
-        return 3 + torch.rand(shape, **how)  # type: ignore[call-overload]
-    if name in ("stats", "partial_stats"):
-        x = 1 + torch.rand(shape, **how)  # type: ignore[call-overload]
-        x[..., 0, :] += 2
+    x = torch.empty(shape, dtype=torch.float32, device=device)
+    if name in POSITIVE:
+        x.uniform_(generator=generator).add_(POSITIVE[name])
+        if "stats" in name:
+            x[..., 0, :] += 2
         return x
-    x = torch.randn(shape, **how)  # type: ignore[call-overload]
+    x.normal_(generator=generator)
     if name in ("query", "weight") and len(shape) == 2:
-        return x / max(1, shape[1]) ** 0.5
+        x /= max(1, shape[1]) ** 0.5
     return x
 
 
@@ -49,10 +91,10 @@ def _choice(o: Operand, x: Tensor) -> int:
     return next(i for i, shape in enumerate(o.shapes) if len(shape) == x.dim())
 
 
-def sizes_of(launch: Launch, operands: tuple) -> dict[str, int]:
+def sizes_of(launch: Launch, call: Any) -> dict[str, int]:
     """The sizes of a call, by their letters in the table of launches."""
     sizes = {}
-    for o, x in zip(launch.operands, operands, strict=True):
+    for o, x in zip(launch.operands, call, strict=True):
         many = o.type == "Tensor[]"
         if x is None or not o.dtype or (many and not x):
             continue
@@ -89,16 +131,10 @@ def _empty(o: Operand, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return flat.as_strided(shape, strides, offset)
 
 
-def _offsets(total: int, sentences: int, longest: int, device: torch.device) -> Tensor:
-    """(N + 1,) int32: where each sentence begins, and the end."""
-    places = [min(i * longest, total) for i in range(sentences)]
-    return torch.tensor([*places, total], dtype=torch.int32, device=device)
-
-
-def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) -> list:
-    """Operands in the order of ``operands``, with the same None, numbers, dtypes, widths and
-    layouts. Outputs are filled with 7 first, to detect wrong writes."""
-    sizes, given = few(sizes_of(launch, operands)), dict(zip(launch.names, operands, strict=True))
+def like_those_of(launch: Launch, call: Any, generator: torch.Generator | None) -> Any:
+    """Random operands with the same None, numbers, dtypes, widths and layouts as the record
+    ``call``. Outputs are filled with 7 first, to detect wrong writes."""
+    sizes, given = few(sizes_of(launch, call)), call._asdict()
     longest, sentences = {}, 1
     for n, end in (("T", "q"), ("Q", "k")):
         if f"cu_seqlens_{end}" in given:
@@ -109,33 +145,55 @@ def alike(launch: Launch, operands: tuple, generator: torch.Generator | None) ->
     def value(o: Operand, x: Tensor) -> Tensor:
         if o.dtype == "int32":
             end = o.name[-1]
-            ends = _offsets(sizes["T" if end == "q" else "Q"], sentences, longest[end], x.device)
-            return _empty(o, x, ends.shape).copy_(ends)
+            total = sizes["T" if end == "q" else "Q"]
+            starts = [min(i * longest[end], total) for i in range(sentences)]
+            return _empty(o, x, (sentences + 1,)).copy_(torch.tensor([*starts, total]))
         if o.name == "seed":
             return x
         shape = o.shape(sizes, _choice(o, x))
         if o.dtype == "int64":
             most = sizes["V"] if o.name == "target" else sizes["P"] + 1
-            made = torch.randint(most, shape, generator=generator, device=x.device)
+            values = torch.randint(most, shape, generator=generator, device=x.device)
             if "ignore_index" in given:
-                made[1::5] = given["ignore_index"]
-            return _empty(o, x, shape).copy_(made)
+                values[1::5] = given["ignore_index"]
+            return _empty(o, x, shape).copy_(values)
         made = _empty(o, x, shape)
         if o.writes and o.name not in READ_TOO:
             return made.fill_(7)
         return made.copy_(random(o.name, shape, generator, x.device))
 
-    made: list = []
-    for o, x in zip(launch.operands, operands, strict=True):
-        if isinstance(x, Tensor):
-            made.append(value(o, x))
-        elif o.type == "Tensor[]":
-            made.append([value(o, y) for y in x])
-        else:
-            made.append(list(x) if o.type == "int[]" else x)
-    return made
+    def operand(o: Operand, x: Any) -> Any:
+        if o.type == "Tensor[]":
+            return [value(o, y) for y in x]
+        return value(o, x) if isinstance(x, Tensor) else x
+
+    return launch.record._make(map(operand, launch.operands, call))  # type: ignore[attr-defined]
 
 
-def no_elements(launch: Launch, operands: tuple) -> bool:
+def copied(call: Any, dtype: torch.dtype | None = None) -> Any:
+    """A copy of a record; its floating-point numbers are in ``dtype``, where that is given."""
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, list):
+            return [copy(y) for y in x]
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(dtype, copy=True) if dtype and x.is_floating_point() else x.clone()
+
+    return call._make(map(copy, call))
+
+
+def written(launch: Launch, call: Any) -> dict[str, Tensor]:
+    """The operands of a record that the launch writes into, by name."""
+    results: dict[str, Tensor] = {}
+    for o, x in zip(launch.operands, call, strict=True):
+        if o.writes and isinstance(x, list):
+            results |= {f"{o.name}[{i}]": y for i, y in enumerate(x)}
+        elif o.writes and x is not None:
+            results[o.name] = x
+    return results
+
+
+def no_elements(launch: Launch, call: Any) -> bool:
     """Whether a call has nothing to compute."""
-    return math.prod(sizes_of(launch, operands).values()) == 0
+    return math.prod(sizes_of(launch, call).values()) == 0

@@ -23,7 +23,7 @@ def test_a_row_too_wide_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     half = torch.bfloat16
-    assert backend.refusal("boundary", "cuda", "cuda", half, 4096) is None
-    assert "at most 4096 channels" in backend.refusal("boundary", "cuda", "cuda", half, 4097)
+    assert backend.why_unable("boundary", "cuda", "cuda", half, 4096) is None
+    assert "at most 4096 channels" in backend.why_unable("boundary", "cuda", "cuda", half, 4097)
     Properties.shared_memory_per_block_optin = 163 << 10
-    assert backend.refusal("boundary", "cuda", "cuda", half, 8192) is None
+    assert backend.why_unable("boundary", "cuda", "cuda", half, 8192) is None

@@ -18,7 +18,7 @@ def kernel_backend(request):
     """Each backend that can run here, by name."""
     if request.param == "cuda":
         request.getfixturevalue("emulated")
-    reason = backend.refusal("boundary", request.param, "cpu", torch.float32)
+    reason = backend.why_unable("boundary", request.param, "cpu", torch.float32)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -13,7 +13,7 @@ from tests.depth.stack import Stack, assert_rounded_once, compare, results
 def server(request):
     if request.param == "cuda":
         request.getfixturevalue("emulated")
-    reason = backend.refusal("boundary", request.param, "cpu", torch.float32)
+    reason = backend.why_unable("boundary", request.param, "cpu", torch.float32)
     if reason is not None:
         pytest.skip(f"{reason}; tests/gpu covers the engine on a GPU")
     return request.param

@@ -51,7 +51,7 @@ def by(request, device):
     """Each backend that has kernels of its own for a GPU; a dry run emulates them."""
     if request.param == "cuda" and device == "cpu":
         request.getfixturevalue("emulated")
-    reason = backend.refusal("boundary", request.param, device, torch.float32)
+    reason = backend.why_unable("boundary", request.param, device, torch.float32)
     if reason is not None:
         pytest.skip(reason)
     return request.param

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from deepfast import backend, ops
 from deepfast.cases import check
 from deepfast.cases.sentences import offsets
-from deepfast.cases.sizes import KERNELS, LISTED, QUICK, THOROUGH, Sizes, typical
+from deepfast.cases.sizes import KERNELS, LISTED, QUICK, THOROUGH, Sizes, typical, widths
 from deepfast.reference.dropout import dropout, dropout_mask
 from deepfast.selfcheck import store
-from deepfast.selfcheck.full import widths
 
 pytestmark = pytest.mark.gpu
 

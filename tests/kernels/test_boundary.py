@@ -176,8 +176,7 @@ def test_triton_takes_progressions(op, lists):
     module = pytest.importorskip(f"deepfast.kernels.{op}")
     name = f"{op}_backward"
     launch = LAUNCHES[name]
-    by_name = launch.by_name(launch.in_order(getattr(module, name)))
-    launches = SimpleNamespace(**{name: by_name})
+    launches = SimpleNamespace(**{name: launch.by_name(getattr(module, name))})
     expected = rf"{op}: (near|pull_rows) but k must be an arithmetic"
     with pytest.raises(ValueError, match=expected):
         run(launches, name, numbers(name, T=3, D=17, **lists), FP32, FP32)

@@ -111,24 +111,23 @@ def checked(kernel, monkeypatch, tmp_path):
     monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path))
     first_use.forget()
     table, fault = LAUNCHES["layer_norm_forward"], first_use.fault
-    reference = backend._runs("layer_norm", "reference")[table.name]
+    reference = backend.launchers("layer_norm", "reference")[table.name]
 
     def counted(*given):
         run.made += 1
         return fault(*given)
 
     def run(x, wrong=lambda x: False, first=()):
-        def start(*operands):
-            a = table.record(*operands)
+        def start(a):
             for other in first:
                 launch.call(other, (1,), PLAIN, 4, 16, (PLAIN,), 16)
             launch.call(kernel, (1,), a.x, 4, a.x.stride(0), (PLAIN,), 16)
-            reference(*operands)
+            reference(a)
             a.y.add_(wrong(a.x))
 
         y = torch.empty(4, 16)
         made = first_use.Checked(table, "triton", start, reference, lambda: None, launch.thread)
-        made(*table.record(
+        made(table.record(
             x=x, residual=None, weight=None, bias=None, eps=0.0, rms=True, dropout_p=0.0, seed=None,
             sum=None, y=y, mean=None, rstd=torch.empty(4),
         ))  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from deepfast.launches import LAUNCHES
-from deepfast.selfcheck.operands import alike
+from deepfast.selfcheck.operands import like_those_of
 from tests.kernels.agreement import numbers
 
 TOKENS = (8190, 8192, 4096, 4112, 33)
@@ -45,7 +45,7 @@ def of_case(case) -> dict[str, list[int]]:
 
     def checked(a):
         launch = LAUNCHES[type(a).__name__]
-        launcher(launch.record(*alike(launch, tuple(a), None)))
+        launcher(like_those_of(launch, a, None))
         launcher(a)
 
     def run(tokens):
@@ -76,10 +76,10 @@ def of_odd_operands(case) -> dict[str, list[int]]:
     def run(checked):
         def call(a):
             launch = LAUNCHES[type(a).__name__]
-            given = tuple(odd(o, x) for o, x in zip(launch.operands, a, strict=True))
-            launcher(launch.record(*given))
+            given = a._make(odd(o, x) for o, x in zip(launch.operands, a, strict=True))
+            launcher(given)
             if checked:
-                launcher(launch.record(*alike(launch, given, torch.Generator())))
+                launcher(like_those_of(launch, given, torch.Generator()))
 
         case.call(call, **case.sizes)
 

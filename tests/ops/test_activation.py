@@ -62,7 +62,7 @@ def units(got, exact):
 def test_gelu_on_a_cpu_is_exact_to_a_few_units():
     """The result is accurate where it is small too, unless it is subnormal; erf loses all digits
     there. Around the zero of the slope only its absolute error is small."""
-    if (reason := backends.refusal("activation", "cpu", "cpu", torch.float32)) is not None:
+    if (reason := backends.why_unable("activation", "cpu", "cpu", torch.float32)) is not None:
         pytest.skip(reason)
     h = NUMBERS[NUMBERS > -12.5].view(1, -1)
     x = h.double()

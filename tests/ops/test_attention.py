@@ -51,7 +51,7 @@ CASES = [(q, k, (H, H), None, causal) for q, k, causal in LENGTHS]
 CASES += [(*lengths, *pattern) for pattern in PATTERNS for lengths in OF_PATTERNS]
 
 compiled = pytest.mark.skipif(
-    backends.refusal("attention", "cpu", "cpu", torch.float32) is not None,
+    backends.why_unable("attention", "cpu", "cpu", torch.float32) is not None,
     reason="cpu does not run here",
 )
 
@@ -59,7 +59,7 @@ compiled = pytest.mark.skipif(
 @pytest.fixture(params=["cpu", "sdpa", "reference", "triton"])
 def server(request):
     """Each backend that serves attention here."""
-    reason = backends.refusal("attention", request.param, "cpu", torch.float32)
+    reason = backends.why_unable("attention", request.param, "cpu", torch.float32)
     if reason is not None:
         pytest.skip(reason)
     return request.param

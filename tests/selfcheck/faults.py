@@ -12,7 +12,6 @@ import torch
 
 from deepfast import backend
 from deepfast.cases import sizes
-from deepfast.launches import LAUNCHES
 
 FORWARD = "layer_norm_forward"
 calls = itertools.count()
@@ -64,17 +63,16 @@ def hang(y):
 
 
 def broken(runs, names, fault, launch=FORWARD, result="y"):
-    """`backend._runs` where a launch goes wrong on the backends ``names``."""
-    place = LAUNCHES[launch].names.index(result)
+    """`backend.launchers` where a launch goes wrong on the backends ``names``."""
 
     def made(op, name):
         found = runs(op, name)
         if launch not in found or name not in names:
             return found
 
-        def run(*operands):
-            found[launch](*operands)
-            fault(operands[place])
+        def run(operands):
+            found[launch](operands)
+            fault(getattr(operands, result))
 
         return found | {launch: run}
 
@@ -89,5 +87,5 @@ def one(op, kind, widths, thorough=False):
 
 def install(names, fault):
     """Breaks the kernels in this process."""
-    backend._runs = broken(backend._runs, names, globals()[fault])
+    backend.launchers = broken(backend.launchers, names, globals()[fault])
     sizes.cases = one

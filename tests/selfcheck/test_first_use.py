@@ -19,7 +19,7 @@ from deepfast.cases.sentences import offsets
 from deepfast.cli import main
 from deepfast.launches import LAUNCHES
 from deepfast.selfcheck import first_use, store
-from deepfast.selfcheck.operands import TOKENS, alike
+from deepfast.selfcheck.operands import TOKENS, like_those_of, variant_of
 from tests.kernels.agreement import ABSENT, LOW, numbers, run
 from tests.kernels.test_attention import CASES, operands, with_results
 from tests.selfcheck import faults
@@ -46,8 +46,8 @@ def broken(monkeypatch):
     """``broken(by, fault)`` breaks a launch on this backend."""
 
     def install(by, fault, launch=FORWARD, result="y"):
-        made = faults.broken(backend._runs, (by,), getattr(faults, fault), launch, result)
-        monkeypatch.setattr(backend, "_runs", made)
+        made = faults.broken(backend.launchers, (by,), getattr(faults, fault), launch, result)
+        monkeypatch.setattr(backend, "launchers", made)
 
     return install
 
@@ -171,9 +171,11 @@ def test_a_wrong_backward_pass_goes_on_with_the_reference(device, broken):
 def test_attention_goes_on_with_the_reference(device, broken, monkeypatch):
     """Its next backend on a GPU is torch's, which has no launches for a backward pass of ours."""
     broken("triton", "wrong", "attention_backward", "dq")
-    refusal = backend.refusal
+    why_unable = backend.why_unable
     monkeypatch.setattr(
-        backend, "refusal", lambda op, by, *at: "no GPU" if by == "cpu" else refusal(op, by, *at)
+        backend,
+        "why_unable",
+        lambda op, by, *at: "no GPU" if by == "cpu" else why_unable(op, by, *at),
     )
     cu = offsets([5, 3], "cpu")
 
@@ -199,7 +201,8 @@ def test_attention_goes_on_with_the_reference(device, broken, monkeypatch):
 
 def test_a_check_without_memory_is_not_kept(device, broken, cache, caplog, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_runs", faults.broken(backend._runs, ("triton",), faults.memory))
+        out_of_memory = faults.broken(backend.launchers, ("triton",), faults.memory)
+        patch.setattr(backend, "launchers", out_of_memory)
         norm(), norm()
     assert caplog.text.count("cannot be checked without memory (OutOfMemoryError: Tried") == 1
     lines = next(cache.glob("*.jsonl")).read_text().splitlines()
@@ -298,11 +301,11 @@ class Functions(TorchFunctionMode):
 def test_modes_do_not_reach_a_check():
     """Autocast would round the reference, so that a wrong result looks right beside it."""
     launch, given = LAUNCHES["attention_forward"], given_for("attention_forward", FP32, 5)
-    reference = backend._runs("attention", "reference")[launch.name]
+    reference = backend.launchers("attention", "reference")[launch.name]
 
-    def wrong(*operands):
-        reference(*operands)
-        operands[launch.names.index("o")].add_(1e-3)
+    def wrong(call):
+        reference(call)
+        call.o.add_(1e-3)
 
     with (
         Functions() as functions,
@@ -361,13 +364,13 @@ def test_fake_tensors_are_not_checked(device):
 def test_one_thread_checks_and_the_others_wait(device):
     """The kernel is the reference, because Triton's interpreter runs in one thread at a time."""
     launch, start = LAUNCHES[FORWARD], threading.Barrier(4)
-    reference = backend._runs(launch.op, "reference")[FORWARD]
-    checked = first_use.Checked(launch, "triton", reference, reference, lambda: None)
+    reference = backend.launchers(launch.op, "reference")[FORWARD]
+    checked = first_use.Checked(launch, "triton", reference, reference, lambda: None, None)
 
     def call(_):
         given = given_for(FORWARD, torch.float32, 5)
         start.wait(60)
-        checked(*given)
+        checked(given)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(call, range(4)))
@@ -392,7 +395,7 @@ def test_ranks_do_not_wait_for_each_other(device, agree_on_ranks):
 
 
 def given_for(name, dtype, tokens):
-    """Operands of a call, in order."""
+    """The record of a call."""
     if name.startswith("attention_") and "boundary" not in name:
         made = numbers(name, **with_results(operands(*CASES["groups, long"]), torch.float32))
     elif name.startswith("peephole"):
@@ -403,12 +406,12 @@ def given_for(name, dtype, tokens):
     def stored(o, x):
         return x.to(dtype) if o.dtype == "storage" else x
 
-    return tuple(
+    return LAUNCHES[name].record(*(
         [stored(o, y) for y in made[o.name]] if o.type == "Tensor[]"
         else stored(o, made[o.name]) if isinstance(made[o.name], torch.Tensor)
         else made[o.name]
         for o in LAUNCHES[name].operands
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 @pytest.mark.each_value
@@ -418,10 +421,10 @@ def given_for(name, dtype, tokens):
 def test_a_right_kernel_passes(name, tokens, dtype):
     pytest.importorskip("triton")
     launch, given = LAUNCHES[name], given_for(name, dtype, tokens)
-    triton, reference = (backend._runs(launch.op, by)[name] for by in ("triton", "reference"))
+    triton, reference = (backend.launchers(launch.op, by)[name] for by in ("triton", "reference"))
     assert first_use.fault(launch, triton, reference, given, CPU, dtype) is None
-    made = alike(launch, given, torch.Generator().manual_seed(3))
-    first_use.variant_of(launch)(*made)
+    made = like_those_of(launch, given, torch.Generator().manual_seed(3))
+    variant_of(launch)(made)
     assert all(
         x.shape[0] <= TOKENS
         for o, x in zip(launch.operands, made, strict=True)
@@ -431,14 +434,13 @@ def test_a_right_kernel_passes(name, tokens, dtype):
 
 def test_a_variant_has_what_chooses_a_kernel():
     launch = LAUNCHES["attention_forward"]
-    variant, given = first_use.variant_of(launch), given_for(launch.name, torch.float32, 5)
-    names = dict(zip(launch.names, given, strict=True))
-    base = variant(*given)
+    variant, given = variant_of(launch), given_for(launch.name, torch.float32, 5)
+    base = variant(given)
     for other in ({"left": 1}, {"max_seqlen_q": 9}, {"dropout_p": 0.0}, {"seed": None},
-                  {"q": names["q"][..., :8]}):  # fmt: skip
-        assert variant(*(names | other).values()) != base
-    assert variant(*(names | {"q": names["q"][:3], "scale": 2.0}).values()) == base
-    left = [variant(*(names | {"left": n}).values()) for n in (-1, 0, 1, 300)]
+                  {"q": given.q[..., :8]}):  # fmt: skip
+        assert variant(given._replace(**other)) != base
+    assert variant(given._replace(q=given.q[:3], scale=2.0)) == base
+    left = [variant(given._replace(left=n)) for n in (-1, 0, 1, 300)]
     assert len(set(left)) == 4
 
 
@@ -459,7 +461,7 @@ def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert backend.preview(op, None, "cuda:0", dtype, size)[0] == name
+    assert backend.choose(op, None, "cuda:0", dtype, size)[0] == name
     if name == "triton":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         reason = backend.explain(op, "cuda:0", dtype, size)["triton"]

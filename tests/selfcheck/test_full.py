@@ -42,8 +42,8 @@ SAID = {
 def test_a_fault_is_named(device, monkeypatch, fault):
     monkeypatch.setattr(sizes, "cases", faults.one)
     if fault is not None:
-        broken = faults.broken(backend._runs, ("triton",), getattr(faults, fault))
-        monkeypatch.setattr(backend, "_runs", broken)
+        broken = faults.broken(backend.launchers, ("triton",), getattr(faults, fault))
+        monkeypatch.setattr(backend, "launchers", broken)
     backend.forget()
     said = []
     result = worker.result_of(JOB, lambda **line: said.append(line))
@@ -55,9 +55,10 @@ def test_a_fault_is_named(device, monkeypatch, fault):
         assert result.get("memory", False) == (fault == "memory")
 
 
-def test_a_kernel_is_timed_beside_torch(device):
+def test_a_kernel_is_timed_beside_torch(device, monkeypatch):
     """The measurement itself, on the interpreter."""
-    job = JOB | {"by": ["triton", "reference"], "widths": [8]}
+    monkeypatch.setattr(sizes, "WIDTHS", (8 * 128 - 3 * 128,))
+    job = JOB | {"by": ["triton", "reference"], "timed": True}
     result = worker.result_of(job, lambda **line: None)
     assert result["error"] is None
     assert set(result["seconds"]["8"]) == {"triton", "reference"}
@@ -70,7 +71,7 @@ def test_a_step_is_timed_beside_the_plain_residual(device):
     result = worker.result_of(job, lambda **line: said.append(line["by"]))
     assert result["error"] is None
     assert said[1:] == list(result["seconds"]) == ["residual", "dlcl", "attnres"]
-    full._time_steps({"error": None, "seconds": {"residual": 0.1, "dlcl": 0.102}}, said.append)
+    full.say_step({"error": None, "seconds": {"residual": 0.1, "dlcl": 0.102}}, said.append)
     assert said[-1] == "training step, bf16, over the plain residual's 100.0 ms: dlcl 1.020"
 
 
@@ -122,14 +123,11 @@ def start(device, monkeypatch):
         if job["op"] == full.STEP:
             return {"error": "no step", "by": by, "memory": True}
         error = errors.get((by, dtype), errors.get(by))
-        if "widths" not in job:
+        if "timed" not in job:
             return {"error": error, "by": by, "memory": "memory" in str(error)}
         if late := errors.get("times"):
             return {"error": late, "by": by}
-        return {
-            "error": None,
-            "seconds": {str(w): dict.fromkeys(job["by"], 0.5) for w in job["widths"]},
-        }
+        return {"error": None, "seconds": {"7": dict.fromkeys(job["by"], 0.5)}}
 
     monkeypatch.setattr(full, "run", run)
     return errors

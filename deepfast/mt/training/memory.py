@@ -116,9 +116,7 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
     tokens, accumulate = _of_one_rank(recipe, trainer)
     # As far as it is known before the first step.
     dtype = getattr(torch, recipe.train.precision)
-    attention = backends.preview("attention", backends.requested_backend(), trainer.device, dtype)[
-        0
-    ]
+    attention = backends.chosen("attention", None, trainer.device, dtype)
     return plan(
         budget=limit,
         num_layers=config.encoder_layers,
