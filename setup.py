@@ -22,7 +22,7 @@ class BuildOps(build_ext):
     def get_ext_filename(self, fullname):
         from deepfast import build, library
 
-        name = library.file_name(build.cuda_refusal() is None)
+        name = library.file_name(build.why_no_cuda() is None)
         return str(Path(*fullname.split(".")[:-1], name))
 
     def build_extension(self, ext):

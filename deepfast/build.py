@@ -68,10 +68,10 @@ def compiler() -> str:
         words = [wish]
     if words and shutil.which(words[0]) is None:
         raise BuildError(f"CXX: expected a program, got {wish!r}")
-    found = shlex.join(words) or shutil.which("g++") or shutil.which("clang++")
-    if found is None:
+    command = shlex.join(words) or shutil.which("g++") or shutil.which("clang++")
+    if command is None:
         raise BuildError("found no C++ compiler: install g++ or clang++, or set CXX to one")
-    return found
+    return command
 
 
 def find_nvcc() -> str | None:
@@ -99,7 +99,7 @@ def nvcc_facts(nvcc: str) -> tuple[str, list[str]]:
     return version, [a for a in CUDA_ARCHITECTURES if f"compute_{a}" in known]
 
 
-def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
+def why_not_this_nvcc(nvcc: str, torch_cuda: str) -> str | None:
     """Why this nvcc cannot build for this torch, or None if it can."""
     try:
         version, architectures = nvcc_facts(nvcc)
@@ -116,28 +116,27 @@ def nvcc_refusal(nvcc: str, torch_cuda: str) -> str | None:
     return None
 
 
-def cuda_refusal() -> str | None:
+def why_no_cuda() -> str | None:
     """Why the CUDA kernels are left out, or None if they are built."""
     import torch
 
-    wish = os.environ.get("DEEPFAST_BUILD_CUDA", "")
+    wish, nvcc = os.environ.get("DEEPFAST_BUILD_CUDA", ""), find_nvcc()
     if wish not in ("", "0", "1"):
         raise BuildError(f"DEEPFAST_BUILD_CUDA: expected 0, 1 or unset, got {wish!r}")
     if wish == "0":
         return "DEEPFAST_BUILD_CUDA=0"
-    nvcc = find_nvcc()
     if torch.version.cuda is None:
         reason = f"torch {torch.__version__} has no CUDA"
     elif nvcc is None:
         reason = "no nvcc was found"
     else:
-        reason = nvcc_refusal(nvcc, torch.version.cuda)
+        reason = why_not_this_nvcc(nvcc, torch.version.cuda)
     if reason is not None and wish == "1":
         raise BuildError(f"DEEPFAST_BUILD_CUDA=1, but {reason}")
     return reason
 
 
-def write_headers(folder: Path):
+def write_headers(folder: Path) -> None:
     """Writes the C++ code generated from the table of launches."""
     runpy.run_path(str(CSRC / "headers.py"))["write"](folder)
 
@@ -162,14 +161,14 @@ def op_flags(cxx: str) -> list[str]:
 
     # pybind11's own headers before torch's copy, which refuses the stable ABI before torch 2.13.
     includes = [pybind11.get_include(), *include_paths(), sysconfig.get_paths()["include"]]
-    return [
-        *COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem{path}" for path in includes),
-        TARGET_VERSION,
-        f"-DDEEPFAST_TORCH_VERSION={torch.__version__}",
-        f"-DDEEPFAST_ARCHITECTURE={platform.machine()}",
-        f"-DDEEPFAST_COMPILER={Path(shlex.split(cxx)[-1]).name}",
-        f"-DDEEPFAST_ISAS={'+'.join(INSTRUCTION_SETS)}",
-    ]  # fmt: skip
+    flags = [*COMMON_FLAGS, "-O2", "-Wall", *(f"-isystem{path}" for path in includes)]
+    named = {
+        "TORCH_VERSION": torch.__version__,
+        "ARCHITECTURE": platform.machine(),
+        "COMPILER": Path(shlex.split(cxx)[-1]).name,
+        "ISAS": "+".join(INSTRUCTION_SETS),
+    }
+    return [*flags, TARGET_VERSION, *(f"-DDEEPFAST_{name}={x}" for name, x in named.items())]
 
 
 class Ninja:
@@ -217,13 +216,12 @@ def ninja_file(cxx: str, target: str, folder: Path) -> str:
     ninja = Ninja()
     ninja.rule("compile", f"{cxx} -MMD -MF $out.d $flags -c $in -o $out")
     flags, libraries = op_flags(cxx), ["-ltorch", "-ltorch_cpu", "-lc10"]
-    refusal = cuda_refusal()
-    if refusal is None:
+    if reason := why_no_cuda():
+        flags.append(f'-DDEEPFAST_NO_CUDA="{reason}"')
+    else:
         nvcc = find_nvcc()
         cuda, link = cuda_objects(ninja, cxx, nvcc, *nvcc_facts(nvcc))
         flags, libraries = flags + cuda, libraries + link
-    else:
-        flags.append(f'-DDEEPFAST_NO_CUDA="{refusal}"')
     checks = [folder / "launches.cpp", CSRC / "common" / "arguments.cpp"]
     for source in [CSRC / "bindings.cpp", *checks, *sorted((CSRC / "cpu").glob("*.cpp"))]:
         if not source.stem.endswith("_kernel"):
@@ -253,7 +251,7 @@ def parallel_jobs() -> int:
 def choose_target() -> Path:
     """Where the library is written: into the package, or where that is read-only into the cache."""
     writable = os.access(library.PACKAGE, os.W_OK)
-    return (library.in_package if writable else library.in_cache)(cuda_refusal() is None)
+    return (library.in_package if writable else library.in_cache)(why_no_cuda() is None)
 
 
 def work_folder() -> Path:
@@ -265,11 +263,10 @@ def work_folder() -> Path:
 
 def _ninja(folder: Path, *options: str) -> subprocess.Popen[str]:
     """Starts ninja, which prints a line such as ``3/86 layer_norm_kernel_avx2.o`` for each file."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "ninja", "-C", str(folder), *options],
-        env=os.environ | {"NINJA_STATUS": "%f/%t "},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+    command = [sys.executable, "-m", "ninja", "-C", str(folder), *options]
+    streams: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    status = os.environ | {"NINJA_STATUS": "%f/%t "}
+    return subprocess.Popen(command, env=status, **streams, text=True, errors="replace")
 
 
 def first_error(log: str) -> str:
@@ -310,8 +307,8 @@ def compile_ops(
         with open(log, "w", buffering=1) as file, _ninja(folder, f"-j{jobs}") as ninja:
             for line in ninja.stdout:
                 file.write(line)
-                if found := re.match(r"(\d+)/\d+ ", line):
-                    advance(int(found[1]))
+                if done := re.match(r"(\d+)/\d+ ", line):
+                    advance(int(done[1]))
         if ninja.returncode != 0:
             raise BuildError(
                 f"the build failed: {first_error(log.read_text())}; the log is {log}; deepfast "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,32 +94,48 @@ def probability(op: str, p: float, *, argument: str = "dropout_p") -> None:
         raise ValueError(f"{op}: {argument} must be between 0 and 1, got {p!r}")
 
 
-def _is_number(op: str, name: str, value: object) -> bool:
-    # torch takes only 64-bit integers, and a longer one may overflow a float.
-    if isinstance(value, int) and value.bit_length() > 63:
-        raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
-    return isinstance(value, NUMBER)
+def eps(op: str, eps: float, *, argument: str = "eps") -> None:
+    # Every call of an op runs this check.
+    if not (type(eps) is float and 0.0 <= eps < math.inf):
+        _numbers(op, {argument: eps}, "a number of at least 0", lambda x: 0.0 <= x < math.inf)
+
+
+def _each(op: str, values: dict, expected: str, right: Callable[[Any], bool]) -> None:
+    for name, value in values.items():
+        if not right(value):
+            raise ValueError(f"{op}: {name} must be {expected}, got {value!r}")
+
+
+def _numbers(op: str, values: dict, expected: str, right: Callable[[Any], bool]) -> None:
+    for name, value in values.items():
+        # torch takes only 64-bit integers, and a longer one may overflow a float.
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise ValueError(f"{op}: {name} must fit into 64 bits, got {value}")
+    _each(op, values, expected, lambda x: isinstance(x, NUMBER) and right(x))
+
+
+def _span(least: float, most: float | None) -> str:
+    return f"of at least {least}" if most is None else f"from {least} to {most}"
 
 
 def number(op: str, least: float = 0, most: float | None = None, **values: float) -> None:
     """Checks that each keyword argument is a finite number from ``least`` to ``most``."""
-    for name, value in values.items():
-        if not (_is_number(op, name, value) and least <= value < math.inf) or (
-            most is not None and value > most
-        ):
-            span = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{op}: {name} must be a number {span}, got {value!r}")
-
-
-def eps(op: str, eps: float, *, argument: str = "eps") -> None:
-    # Faster than `number`, because every call of an op runs this check.
-    if not ((type(eps) is float or _is_number(op, argument, eps)) and 0.0 <= eps < math.inf):
-        raise ValueError(f"{op}: {argument} must be a number of at least 0, got {eps!r}")
+    expected, end = f"a number {_span(least, most)}", math.inf if most is None else most
+    _numbers(op, values, expected, lambda x: least <= x < math.inf and x <= end)
 
 
 def finite(op: str, name: str, value: float) -> None:
-    if not (_is_number(op, name, value) and -math.inf < value < math.inf):
-        raise ValueError(f"{op}: {name} must be a finite number, got {value!r}")
+    _numbers(op, {name: value}, "a finite number", lambda x: -math.inf < x < math.inf)
+
+
+def positive(op: str, **values: float) -> None:
+    """Checks that each keyword argument is a finite number above 0."""
+    _numbers(op, values, "a number above 0", lambda x: 0 < x < math.inf)
+
+
+def fraction(op: str, **values: float) -> None:
+    """Checks that each keyword argument is a number in [0, 1)."""
+    _numbers(op, values, "a number in [0, 1)", lambda x: 0 <= x < 1)
 
 
 def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> None:
@@ -127,8 +143,8 @@ def whole(op: str, least: int = 1, most: int | None = None, **values: int) -> No
     None, `MOST` gives the limit for the argument's name."""
     for name, value in values.items():
         if not is_whole(value) or value < least or (most is not None and value > most):
-            span = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise ValueError(f"{op}: {name} must be an integer {span}, got {value!r}")
+            expected = f"an integer {_span(least, most)}"
+            raise ValueError(f"{op}: {name} must be {expected}, got {value!r}")
         end = next(end for names, end in MOST.items() if name.endswith(names))
         if most is None and value > end:
             raise ValueError(f"{op}: {name} must be at most {end}, got {value!r}")
@@ -146,27 +162,9 @@ def choice(op: str, allowed: Iterable[object], **values: object) -> None:
 
 def flag(op: str, **values: bool) -> None:
     """Checks that each keyword argument is a bool."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
-
-
-def fraction(op: str, **values: float) -> None:
-    """Checks that each keyword argument is a number in [0, 1)."""
-    for name, value in values.items():
-        if not (isinstance(value, NUMBER) and 0 <= value < 1):
-            raise ValueError(f"{op}: {name} must be a number in [0, 1), got {value!r}")
-
-
-def positive(op: str, **values: float) -> None:
-    """Checks that each keyword argument is a finite number above 0."""
-    for name, value in values.items():
-        if not (_is_number(op, name, value) and 0 < value < math.inf):
-            raise ValueError(f"{op}: {name} must be a number above 0, got {value!r}")
+    _each(op, values, "True or False", lambda x: isinstance(x, bool))
 
 
 def dictionary(op: str, **values: dict) -> None:
     """Checks that each keyword argument is a dict."""
-    for name, value in values.items():
-        if not isinstance(value, dict):
-            raise ValueError(f"{op}: {name} must be a dict, got {value!r}")
+    _each(op, values, "a dict", lambda x: isinstance(x, dict))

@@ -33,11 +33,11 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 def digest_of(files: Iterable[Path]) -> str:
     """A digest of the files' names and content, in their order."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         text = file.read_bytes()
-        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
-    return found.hexdigest()[:16]
+        digest.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 @functools.cache
@@ -86,11 +86,11 @@ def load() -> tuple[ModuleType | None, str | None]:
         try:
             if _cut_short(path):
                 raise ImportError(f"{path} is cut short")
-            found = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         except (ImportError, OSError) as error:
             reason = f"the C++ ops do not load: {error}"
         else:
-            sys.modules[spec.name] = found
-            return found, None
+            sys.modules[spec.name] = module
+            return module, None
     return None, f"{reason}; `{BUILD}` compiles them"

@@ -1,5 +1,6 @@
 """The machine of a report: what it is, and how much memory is free or used."""
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -16,11 +17,10 @@ from deepfast.version import __version__
 
 def cpu_model() -> str:
     """The processor's name."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    name = None
+    with contextlib.suppress(OSError):
+        name = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return name.group(1).strip() if name else platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:
@@ -40,11 +40,12 @@ def git_commit() -> str | None:
 
 def environment() -> dict:
     """What a reader needs to judge the numbers or to reproduce them."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = os.cpu_count() if affinity is None else len(affinity(0))
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores,
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
@@ -54,10 +55,8 @@ def environment() -> dict:
         "deepfast": __version__,
         "commit": git_commit(),
         "build": {k: v for k, v in backend.build_info().items() if v is not None},
-        "backends": {
-            op: backend.choose(op, None, "cpu", torch.float32)[0] for op in backend.OPS
-        },
-    }  # fmt: skip
+        "backends": {op: backend.chosen(op, None, "cpu", torch.float32) for op in backend.OPS},
+    }
 
 
 def free_bytes() -> int:

@@ -147,7 +147,7 @@ def test_when_cuda_is_built(monkeypatch, tmp_path, wish, torch_cuda, nvcc, reaso
     monkeypatch.setattr(build, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
     (tmp_path / "libcudart_static.a").touch()
     monkeypatch.setattr(build, "cuda_libraries", lambda _: [tmp_path])
-    got = build.cuda_refusal()
+    got = build.why_no_cuda()
     assert got == reason or (reason and reason in got)
 
 
@@ -159,7 +159,7 @@ def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, says):
     monkeypatch.delenv("DEEPFAST_BUILD_CUDA", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc))
-    assert "does not behave like nvcc" in build.cuda_refusal()
+    assert "does not behave like nvcc" in build.why_no_cuda()
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, wish, message):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(build.BuildError, match=message):
-        build.cuda_refusal()
+        build.why_no_cuda()
 
 
 def test_the_build_with_cuda(monkeypatch):
     """One object of each .cu file, for every architecture; newer ones get PTX."""
-    monkeypatch.setattr(build, "cuda_refusal", lambda: None)
+    monkeypatch.setattr(build, "why_no_cuda", lambda: None)
     monkeypatch.setattr(build, "find_nvcc", lambda: "/there/nvcc")
     monkeypatch.setattr(build, "nvcc_facts", lambda _: ("13.0", ["80", "90", "100"]))
     monkeypatch.setattr(build, "cuda_libraries", lambda _: [Path("/there/lib64")])
@@ -187,7 +187,7 @@ def test_the_build_with_cuda(monkeypatch):
     assert "-DDEEPFAST_CUDA=80+90+100" in text
     link = next(line for line in text.splitlines() if "-shared" in line)
     assert "-lcudart_static" in link
-    monkeypatch.setattr(build, "cuda_refusal", lambda: "there is none")
+    monkeypatch.setattr(build, "why_no_cuda", lambda: "there is none")
     without = build.ninja_file("g++", "target.so", Path("build"))
     assert "cuda " not in without
     assert "there is none" in without

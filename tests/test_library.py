@@ -194,9 +194,9 @@ def test_a_library_with_cuda_comes_before_one_without(compiler, package, monkeyp
     compiler("echo compiled > $out")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: path != package)
-        patch.setattr(build, "cuda_refusal", lambda: "no nvcc was found")
+        patch.setattr(build, "why_no_cuda", lambda: "no nvcc was found")
         assert main(["build"]) == 0
-    monkeypatch.setattr(build, "cuda_refusal", lambda: None)
+    monkeypatch.setattr(build, "why_no_cuda", lambda: None)
     assert main(["build"]) == 0
     tried = []
     monkeypatch.setattr(library, "_cut_short", lambda path: tried.append(path) or True)

@@ -55,7 +55,7 @@ def checked() -> bool:
 def compile_ops(architectures: list[str]) -> None:
     """Compiles deepfast._C in place, with CUDA kernels for these architectures alone."""
     build.CUDA_ARCHITECTURES = tuple(architectures)
-    build.compile_ops(library.in_package(build.cuda_refusal() is None))
+    build.compile_ops(library.in_package(build.why_no_cuda() is None))
 
 
 def emulate_cuda() -> None:

@@ -1,5 +1,6 @@
 """A call of an op: its operands, the same in plain PyTorch, and what it moves and multiplies."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,9 +30,8 @@ class Stored:
         """Rounded to ``storage``, in ``dtype``; what lies between the rows is NaN."""
         *lead, dim = self.x.shape
         stride = dim + self.apart
-        flat = torch.full(
-            (self.offset + math.prod(lead) * stride,), torch.nan, dtype=dtype, device=device
-        )
+        length = self.offset + math.prod(lead) * stride
+        flat = torch.full((length,), torch.nan, dtype=dtype, device=device)
         made = flat[self.offset :].view(*lead, stride)[..., :dim]
         return made.copy_(self.x.to(storage))
 
@@ -91,14 +91,7 @@ class Moved(NamedTuple):
 def on_devices(*tensors: Tensor) -> Callable[[Device], tuple[Tensor, ...]]:
     """device -> the tensors there, copied once: a copy from the host in a call would be timed, and
     ends the capture of a CUDA graph."""
-    kept: dict[Device, tuple[Tensor, ...]] = {}
-
-    def there(device: Device) -> tuple[Tensor, ...]:
-        if device not in kept:
-            kept[device] = tuple(x.to(device) for x in tensors)
-        return kept[device]
-
-    return there
+    return functools.cache(lambda device: tuple(x.to(device) for x in tensors))
 
 
 Dropout = Callable[[Tensor, float, int], Tensor]
@@ -116,7 +109,7 @@ def masked(x: Tensor, p: float, seed: int) -> Tensor:
     return reference.dropout(flat, p, seed).view(x.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A call of an op."""
 
@@ -153,8 +146,8 @@ class Case:
         return {name: x.detach().to(dtype).requires_grad_() for name, x in made.items()}
 
 
-def tuple_of(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def tuple_of(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def differentiate(
@@ -188,7 +181,7 @@ class Sizes:
 
     def four(self) -> Iterator[tuple[str, Rows]]:
         """What every op over rows is called with."""
-        yield "odd width, rows apart", self.rows(self.odd, apart=3, offset=1)
+        yield "odd width, rows apart", self.rows(self.odd, 3, 1)
         yield "aligned", self.rows(self.even)
         yield "rows off 16 bytes", self.rows(self.misfit, offset=1)
         yield "no token", self.rows(self.even, tokens=0)

@@ -58,10 +58,8 @@ def fault(case: Case, by: str, dtype: torch.dtype, device: Device, runs: int = 3
     # A result in float64 has the bound of fp32, in float64's units.
     plain = by_reference(accuracy.plain_dtype(dtype))
     exact = by_reference(torch.float64)
-    for name, value in got.items():
-        found = accuracy.fault(value, plain[name], exact[name], dtype)
-        if found is not None:
-            return f"{case.name}: {name}: {found}"
+    if error := accuracy.first_fault(got, plain, exact, dtype):
+        return f"{case.name}: {error}"
     for _ in range(runs - 1):
         again = by_backend()
         for name, value in got.items():
@@ -74,16 +72,17 @@ MOST_SETS = 16
 """Sets of operands of one timed run."""
 
 
+Begin = Callable[[str], None]
+"""Is called with a backend's name, or that of another variant, before its first run."""
+
+
 def seconds(
-    case: Case, names: list[str], dtype: torch.dtype, device: Device,
-    begin: Callable[[str], None], rounds: int,
-) -> dict[str, float]:  # fmt: skip
+    case: Case, names: list[str], dtype: torch.dtype, device: Device, begin: Begin, rounds: int
+) -> dict[str, float]:
     """Median seconds of a forward and backward pass by each backend; they take turns.
 
     On a GPU a run is a CUDA graph of passes over several sets of operands, which do not fit L2
     together: neither Python nor the cache decides.
-
-    begin: called with a backend's name before its first run.
     """
     made = [case.leaves(dtype, dtype, device)]
     if torch.device(device).type == "cuda":
@@ -93,21 +92,20 @@ def seconds(
         made += [case.leaves(dtype, dtype, device) for _ in range(count - 1)]
 
     def run(by: str) -> list:
-        found = []
+        grads = []
         for leaves in made:
             outputs = tuple_of(case.run(**leaves, backend=by))
             ones = list(map(torch.ones_like, outputs))
-            found.append(torch.autograd.grad(outputs, list(leaves.values()), ones))
-        return found
+            grads.append(torch.autograd.grad(outputs, list(leaves.values()), ones))
+        return grads
 
-    found = in_turns({by: partial(run, by) for by in names}, device, begin, rounds)
-    return {by: each / len(made) for by, each in found.items()}
+    times = in_turns({by: partial(run, by) for by in names}, device, begin, rounds)
+    return {by: each / len(made) for by, each in times.items()}
 
 
 def in_turns(
-    variants: dict[str, Callable[[], object]], device: Device, begin: Callable[[str], None],
-    rounds: int,
-) -> dict[str, float]:  # fmt: skip
+    variants: dict[str, Callable[[], object]], device: Device, begin: Begin, rounds: int
+) -> dict[str, float]:
     """Median seconds of variants that take turns, on a GPU of the CUDA graph of each; where one
     cannot be captured, all run eager."""
     on_gpu = torch.device(device).type == "cuda"
@@ -125,5 +123,5 @@ def in_turns(
                 variants = {name: captured(run, stream) for name, run in variants.items()}
             except RuntimeError:
                 torch.cuda.synchronize()
-        found = take_turns(variants, rounds=rounds, warmup=int(on_gpu), clock=clock_of(device))
-    return {name: statistics.median(times) for name, times in found.items()}
+        times = take_turns(variants, rounds=rounds, warmup=int(on_gpu), clock=clock_of(device))
+    return {name: statistics.median(each) for name, each in times.items()}

@@ -9,18 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import ops
-from deepfast.cases.case import (
-    Calls,
-    Case,
-    Computed,
-    Moved,
-    Rows,
-    Sizes,
-    Stored,
-    gains,
-    linear,
-    values,
-)
+from deepfast.cases import case
+from deepfast.cases.case import Calls, Case, Computed, Moved, Rows, Sizes, Stored, gains, values
 from deepfast.ops.depth_mix import depth_mix_sums as sums_of
 
 SEED = 5
@@ -46,9 +36,8 @@ def _norm_parameters(dim: int, rms: bool, weight: bool = True, bias: bool = True
 
 
 def layer_norm(
-    name: str, rows: Rows, *, rms: bool = False, residual: bool = True, p: float = 0.0,
-    weight: bool = True, bias: bool = True,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, *, rms=False, residual=True, p=0.0, weight=True, bias=True
+) -> Case:
     """LN or RMS norm of residual + dropout(x); without ``residual`` of x."""
     given: dict = {"x": rows.random()}
     if residual:
@@ -68,34 +57,26 @@ def layer_norm(
         return y if residual is None else (y, s)
 
     kind = "rms_norm" if rms else "layer_norm"
-    state, states = rows.tokens * rows.dim, 1 + residual
-    return Case(
-        name=name, op="layer_norm", operands=given, run=run, plain=plain,
-        how=f"dropout, add, {kind}" if residual else kind,
-        moved=(Moved(2 * states * state, 2 * rows.tokens),
-               Moved((1 + 2 * states) * state, 2 * rows.tokens)),
-    )  # fmt: skip
+    how = f"dropout, add, {kind}" if residual else kind
+    state, states, statistics = rows.tokens * rows.dim, 1 + residual, 2 * rows.tokens
+    moved = Moved(2 * states * state, statistics), Moved((1 + 2 * states) * state, statistics)
+    return Case(name, "layer_norm", given, run, plain, how, moved)
 
 
-def activation(
-    name: str, rows: Rows, kind: str = "gelu", *, p: float = 0.0, bias: bool = True
-) -> Case:
+def activation(name: str, rows: Rows, kind: str = "gelu", *, p=0.0, bias=True) -> Case:
     given: dict = {"h": rows.random()} | ({"bias": values(rows.dim)} if bias else {})
 
     def run(h, bias=None, *, backend=None):
-        return ops.activation(
-            h, kind, bias=bias, dropout_p=p, training=True, seed=SEED, backend=backend
-        )
+        options = {"dropout_p": p, "training": True, "seed": SEED, "backend": backend}
+        return ops.activation(h, kind, bias=bias, **options)
 
     def plain(drop, h, bias=None):
         a = getattr(F, kind)(h if bias is None else h + bias)
         return drop(a, p, SEED) if p else a
 
     state = rows.tokens * rows.dim
-    return Case(
-        name=name, op="activation", operands=given, run=run, plain=plain,
-        how=f"add, {kind}, dropout", moved=(Moved(2 * state), Moved(3 * state)),
-    )  # fmt: skip
+    moved = Moved(2 * state), Moved(3 * state)
+    return Case(name, "activation", given, run, plain, f"add, {kind}, dropout", moved)
 
 
 def _of_norm(rows: Rows, rms: bool, residual: bool) -> dict:
@@ -106,11 +87,10 @@ def _of_norm(rows: Rows, rms: bool, residual: bool) -> dict:
 
 
 def norm_linear(
-    name: str, rows: Rows, outputs: int = 7, *, rms: bool = False, residual: bool = True,
-    p: float = 0.0,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, outputs: int = 7, *, rms=False, residual=True, p=0.0
+) -> Case:
     given = _of_norm(rows, rms, residual)
-    given |= {"weight": linear(outputs, rows.dim), "bias": Stored(torch.randn(outputs))}
+    given |= {"weight": case.linear(outputs, rows.dim), "bias": Stored(torch.randn(outputs))}
 
     def run(x, norm_weight, weight, bias, residual=None, norm_bias=None, *, backend=None):
         parameters = norm_weight, norm_bias, weight, bias, RMS_EPS if rms else EPS
@@ -126,30 +106,24 @@ def norm_linear(
         return out if residual is None else (out, s)
 
     product = 2 * rows.tokens * rows.dim * outputs
-    return Case(
-        name=name, op="layer_norm", operands=given, run=run, plain=plain,
-        how=f"{'rms' if rms else 'layer'}_norm, linear", flops=(product, 2 * product),
-    )  # fmt: skip
+    how = f"{'rms' if rms else 'layer'}_norm, linear"
+    return Case(name, "layer_norm", given, run, plain, how, flops=(product, 2 * product))
 
 
 def feed_forward(
-    name: str, rows: Rows, width: int = 7, kind: str = "gelu", *, rms: bool = False,
-    p: float = 0.0, residual: bool = True,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, width: int = 7, kind: str = "gelu", *, rms=False, residual=True, p=0.0
+) -> Case:
     given = _of_norm(rows, rms, residual)
-    given |= {
-        "up_weight": linear(width, rows.dim), "up_bias": values(width),
-        "down_weight": linear(rows.dim, width), "down_bias": Stored(torch.randn(rows.dim)),
-    }  # fmt: skip
+    given |= {"up_weight": case.linear(width, rows.dim), "up_bias": values(width)}
+    given |= {"down_weight": case.linear(rows.dim, width)}
+    given |= {"down_bias": Stored(torch.randn(rows.dim))}
+    norm = {"norm_type": "rms" if rms else "layer", "eps": RMS_EPS if rms else EPS}
+    dropout = {"dropout_p": p if residual else 0.0, "seed": SEED, "training": True}
+    hidden = {"activation": kind, "activation_dropout_p": p, "activation_seed": SEED + 1}
 
     def run(x, norm_weight, residual=None, norm_bias=None, *, backend=None, **linears):
-        return ops.feed_forward(
-            x, norm_weight, norm_bias, **linears, eps=RMS_EPS if rms else EPS,
-            norm_type="rms" if rms else "layer",
-            residual=residual, dropout_p=p if residual is not None else 0.0, seed=SEED,
-            activation=kind, activation_dropout_p=p, activation_seed=SEED + 1, training=True,
-            backend=backend,
-        )  # fmt: skip
+        options = norm | dropout | hidden | {"backend": backend}
+        return ops.feed_forward(x, norm_weight, norm_bias, **linears, residual=residual, **options)
 
     def plain(drop, x, norm_weight, residual=None, norm_bias=None, **linears):
         s = x if residual is None else _summed(drop, p, x, residual)
@@ -158,10 +132,8 @@ def feed_forward(
         h = drop(h, p, SEED + 1) if p else h
         return F.linear(h, linears["down_weight"], linears["down_bias"]), s
 
-    return Case(
-        name=name, op="layer_norm", operands=given, run=run, plain=plain,
-        how=f"{'rms' if rms else 'layer'}_norm, linear, {kind}, dropout, linear",
-    )  # fmt: skip
+    how = f"{norm['norm_type']}_norm, linear, {kind}, dropout, linear"
+    return Case(name, "layer_norm", given, run, plain, how)
 
 
 # ---- over depth ----------------------------------------------------------------------------------
@@ -173,9 +145,8 @@ def _sources(rows: Rows, count: int) -> dict:
 
 
 def depth_mix(
-    name: str, rows: Rows, count: int, *, norm: Sequence[str] = ("weight", "bias"),
-    channels: bool = False,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, count: int, *, norm: Sequence[str] = ("weight", "bias"), channels=False
+) -> Case:
     """``norm``: which parameters the sources' LN has; empty without LN. ``channels``: weights per
     channel."""
     dim = rows.dim
@@ -185,10 +156,8 @@ def depth_mix(
     given |= {f"norm_{part}": made[part](count, dim) for part in norm}
 
     def run(weight, norm_weight=None, norm_bias=None, *, backend=None, **sources):
-        return ops.depth_mix(
-            list(sources.values()), weight, norm_weight=norm_weight, norm_bias=norm_bias,
-            backend=backend,
-        )  # fmt: skip
+        options = {"norm_weight": norm_weight, "norm_bias": norm_bias, "backend": backend}
+        return ops.depth_mix(list(sources.values()), weight, **options)
 
     def plain(_, weight, norm_weight=None, norm_bias=None, **sources):
         x = None
@@ -200,12 +169,9 @@ def depth_mix(
 
     state, product = rows.tokens * dim, 2 * count * rows.tokens * dim
     statistics = 2 * count * rows.tokens if norm else 0
-    return Case(
-        name=name, op="depth_mix", operands=given, run=run, plain=plain,
-        how=f"a loop of {'layer_norm and ' if norm else ''}addcmul over {count} layers",
-        moved=(Moved((count + 1) * state, statistics), Moved((2 * count + 1) * state, statistics)),
-        flops=(product, 2 * product),
-    )  # fmt: skip
+    moved = Moved((count + 1) * state, statistics), Moved((2 * count + 1) * state, statistics)
+    how = f"a loop of {'layer_norm and ' if norm else ''}addcmul over {count} layers"
+    return Case(name, "depth_mix", given, run, plain, how, moved, (product, 2 * product))
 
 
 def depth_mix_sums(name: str, rows: Rows, count: int, sums: int = 2) -> Case:
@@ -219,10 +185,8 @@ def depth_mix_sums(name: str, rows: Rows, count: int, sums: int = 2) -> Case:
         return weight.mT @ torch.stack(list(sources.values()), -2)
 
     product = 2 * sums * count * rows.tokens * rows.dim
-    return Case(
-        name=name, op="depth_attention", operands=given, run=run, plain=plain,
-        how="stack, matmul", flops=(product, 2 * product),
-    )  # fmt: skip
+    flops, how = (product, 2 * product), "stack, matmul"
+    return Case(name, "depth_attention", given, run, plain, how, flops=flops)
 
 
 def attend(sources, query=None, scores=None, norm_weight=None, *, lse: bool = True):
@@ -243,9 +207,8 @@ def attend(sources, query=None, scores=None, norm_weight=None, *, lse: bool = Tr
 
 
 def depth_attention(
-    name: str, rows: Rows, count: int, hops: int | None = 1, *, scored: bool = False,
-    gain: bool = True, lse: bool = True,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, count: int, hops: int | None = 1, *, scored=False, gain=True, lse=True
+) -> Case:
     """Attention by ``hops`` queries, or one without an axis; ``scored``: by given scores."""
     many = () if hops is None else (hops,)
     given = _sources(rows, count)
@@ -256,10 +219,8 @@ def depth_attention(
         given |= {"norm_weight": gains(rows.dim)} if gain else {}
 
     def run(query=None, scores=None, norm_weight=None, *, backend=None, **sources):
-        return ops.depth_attention(
-            list(sources.values()), query, scores=scores, norm_weight=norm_weight, return_lse=lse,
-            backend=backend,
-        )  # fmt: skip
+        options = {"norm_weight": norm_weight, "return_lse": lse, "backend": backend}
+        return ops.depth_attention(list(sources.values()), query, scores=scores, **options)
 
     def plain(_, query=None, scores=None, norm_weight=None, **sources):
         return attend(sources.values(), query, scores, norm_weight, lse=lse)
@@ -267,12 +228,9 @@ def depth_attention(
     state, results = rows.tokens * rows.dim, hops or 1
     # The scores and the sum.
     product = (1 if scored else 2) * 2 * results * count * state
-    return Case(
-        name=name, op="depth_attention", operands=given, run=run, plain=plain,
-        how=f"a stack of {count} layers, rms_norm, softmax, sum",
-        moved=(Moved((count + results) * state), Moved((2 * count + 2 * results) * state)),
-        flops=(product, 2 * product),
-    )  # fmt: skip
+    moved = Moved((count + results) * state), Moved((2 * count + 2 * results) * state)
+    how = f"a stack of {count} layers, rms_norm, softmax, sum"
+    return Case(name, "depth_attention", given, run, plain, how, moved, (product, 2 * product))
 
 
 def attention_residual(name: str, rows: Rows, count: int) -> Case:
@@ -325,8 +283,8 @@ def depth_mix_calls(s: Sizes) -> Iterator[Case]:
     for name, rows in s.four():
         yield depth_mix(name, rows, 5)
     yield depth_mix("weight per channel, no norm", misfit, 3, norm=(), channels=True)
-    yield depth_mix("weight per channel, LN without bias", misfit, 3, norm=("weight",),
-                        channels=True)  # fmt: skip
+    alone = ("weight",)
+    yield depth_mix("weight per channel, LN without bias", misfit, 3, norm=alone, channels=True)
     yield depth_mix("LN without weight", misfit, 2, norm=("bias",))
     yield depth_mix("no norm", misfit, 2, norm=())
     yield depth_mix("many sources", s.rows(s.misfit, 1, 1, few), s.many)
@@ -337,8 +295,8 @@ def depth_attention_calls(s: Sizes) -> Iterator[Case]:
         yield depth_attention(f"{name}, {hops or 'no'} hops", rows, 7, hops)
     yield depth_attention("without a gain", s.rows(s.odd), 3, None, gain=False)
     for hops in (None, 2):
-        yield depth_attention(f"scores, {hops or 'no'} hops", s.rows(s.misfit), 5, hops,
-                                  scored=True)  # fmt: skip
+        name = f"scores, {hops or 'no'} hops"
+        yield depth_attention(name, s.rows(s.misfit), 5, hops, scored=True)
     yield depth_attention("many sources", s.rows(s.misfit, tokens=7), s.many, 2)
     # Several sums of the same sources have the same kernels, without a softmax.
     for sums in (1, 4):

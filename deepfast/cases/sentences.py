@@ -9,19 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepfast import ops
-from deepfast.cases import ops as calls
-from deepfast.cases.case import (
-    Calls,
-    Case,
-    Moved,
-    Rows,
-    Sizes,
-    Stored,
-    Typical,
-    linear,
-    on_devices,
-    values,
-)
+from deepfast.cases import case
+from deepfast.cases.case import Calls, Case, Moved, Rows, Sizes, Stored, Typical, values
+from deepfast.cases.ops import SEED
 from deepfast.reference.peephole_lstm import cell
 
 
@@ -39,26 +29,26 @@ class Heads(NamedTuple):
     """How many heads share one of the keys."""
 
 
+Lengths = Sequence[int]
+
+
 def attention(
-    name: str, queries: Sequence[int], keys: Sequence[int] | None, heads: Heads, *,
-    causal: bool = False, p: float = 0.0, window=None,
-) -> Case:  # fmt: skip
-    """Sentences of these lengths; without ``keys`` theirs are the queries'."""
+    name: str, queries: Lengths, keys: Lengths, heads: Heads, causal=False, p=0.0, window=None
+) -> Case:
+    """Sentences of these lengths; where ``keys`` is None theirs are the queries'."""
     keys = queries if keys is None else keys
     shape = {"q": (sum(queries), heads.number), "k": (sum(keys), heads.number // heads.group)}
     shape["v"] = shape["k"]
     given: dict = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
-    longest = max(queries, default=0), max(keys, default=0)
-
-    there = on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
+    there = case.on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
+    options: dict = {"causal": causal, "window": window, "dropout_p": p, "seed": SEED}
+    options |= {"max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0)}
 
     def run(q, k, v, *, backend=None):
-        of_queries, of_keys = there(q.device)
+        starts_q, starts_k = there(q.device)
         return ops.attention(
-            q, k, v, cu_seqlens_q=of_queries, cu_seqlens_k=of_keys,
-            max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=causal, window=window,
-            dropout_p=p, seed=calls.SEED, backend=backend,
-        )  # fmt: skip
+            q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options, backend=backend
+        )
 
     def padded(x, lengths):
         real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
@@ -66,57 +56,47 @@ def attention(
         return x.new_zeros(*real.shape, *x.shape[1:]).index_put((real,), x).transpose(1, 2), real
 
     def plain(_, q, k, v):
-        (q, of_q), (k, of_k), (v, _) = (
-            padded(x, lengths) for x, lengths in ((q, queries), (k, keys), (v, keys))
-        )
+        (q, of_q), (k, of_k), (v, _) = padded(q, queries), padded(k, keys), padded(v, keys)
         out = F.scaled_dot_product_attention(q, k, v, of_k[:, None, None])
         return out.transpose(1, 2)[of_q]
 
     # SDPA's padded form has no windows, and another dropout mask.
     has_plain = not (causal or p or window or heads.group > 1) and queries and min(keys) > 0
-    product = (
-        2 * heads.number * heads.width * sum(a * b for a, b in zip(queries, keys, strict=True))
-    )
     state = sum(queries) * heads.number * heads.width
-    return Case(
-        name=name, op="attention", operands=given, run=run, plain=plain if has_plain else None,
-        how="sentences padded, scaled_dot_product_attention, unpadded",
-        moved=(Moved(4 * state), Moved(8 * state)), flops=(2 * product, 5 * product),
-    )  # fmt: skip
+    pairs = sum(a * b for a, b in zip(queries, keys, strict=True))
+    product = 2 * heads.number * heads.width * pairs
+    moved, flops = (Moved(4 * state), Moved(8 * state)), (2 * product, 5 * product)
+    how = "sentences padded, scaled_dot_product_attention, unpadded"
+    return Case(name, "attention", given, run, plain if has_plain else None, how, moved, flops)
 
 
 def linear_cross_entropy(
-    name: str, rows: Rows, vocabulary: int, *, smoothing: float = 0.1, reduction: str = "mean",
-    bias: bool = False, chunk: int | None = None,
-) -> Case:  # fmt: skip
+    name: str, rows: Rows, vocabulary: int, smoothing=0.1, reduction="mean", bias=False, chunk=None
+) -> Case:
     """Every fifth target is ignored."""
     target = torch.randint(vocabulary, rows.lead)
     target[1::5] = -100
-    there = on_devices(target)
-    given: dict = {"x": rows.random(), "linear_weight": linear(vocabulary, rows.dim)}
+    there = case.on_devices(target)
+    given: dict = {"x": rows.random(), "linear_weight": case.linear(vocabulary, rows.dim)}
     given |= {"linear_bias": Stored(torch.randn(vocabulary))} if bias else {}
 
+    options = {"label_smoothing": smoothing, "reduction": reduction}
+
     def run(x, linear_weight, linear_bias=None, *, backend=None):
-        return ops.linear_cross_entropy(
-            x, linear_weight, there(x.device)[0], linear_bias=linear_bias,
-            label_smoothing=smoothing, reduction=reduction, chunk_size=chunk, backend=backend,
-        )  # fmt: skip
+        more = options | {"linear_bias": linear_bias, "chunk_size": chunk, "backend": backend}
+        return ops.linear_cross_entropy(x, linear_weight, there(x.device)[0], **more)
 
     def plain(_, x, linear_weight, linear_bias=None):
         # Torch's product of one row is up to ten times less exact than that of several.
         parts = x.flatten(0, -2).split(chunk or max(1, rows.tokens))
         logits = torch.cat([F.linear(part, linear_weight, linear_bias) for part in parts])
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(
-            logits, there(x.device)[0].flatten(), label_smoothing=smoothing, reduction=reduction
-        )
+        return F.cross_entropy(logits, there(x.device)[0].flatten(), **options)
 
-    product = 2 * rows.tokens * rows.dim * vocabulary
-    return Case(
-        name=name, op="linear_cross_entropy", operands=given, run=run, plain=plain,
-        # Gradients are made in forward.
-        how=f"linear to {vocabulary:,} words, cross_entropy", flops=(3 * product, 0),
-    )  # fmt: skip
+    # Gradients are made in forward.
+    flops = 3 * 2 * rows.tokens * rows.dim * vocabulary, 0
+    how = f"linear to {vocabulary:,} words, cross_entropy"
+    return Case(name, "linear_cross_entropy", given, run, plain, how, flops=flops)
 
 
 def loop_of_ops(f, weight, peephole, h0=None, c0=None, *, lengths=None, reverse=False):
@@ -137,7 +117,7 @@ def loop_of_ops(f, weight, peephole, h0=None, c0=None, *, lengths=None, reverse=
 
 
 def peephole_lstm(
-    name: str, steps: int, batch: int, width: int, *, reverse: bool = False, begun: bool = False
+    name: str, steps: int, batch: int, width: int, *, reverse=False, begun=False
 ) -> Case:
     """``begun``: with first states and sentences of different lengths."""
     given: dict = {
@@ -155,12 +135,11 @@ def peephole_lstm(
     def run(f, weight, peephole, h0=None, c0=None, *, backend=None):
         return ops.peephole_lstm(f, weight, peephole, h0=h0, c0=c0, **options(f), backend=backend)
 
-    product = 2 * steps * batch * width * 4 * width
-    return Case(
-        name=name, op="peephole_lstm", operands=given, run=run,
-        plain=lambda _, **named: loop_of_ops(**named, **options(named["f"])),
-        how=f"a loop of ops over {steps} steps", flops=(product, 2 * product),
-    )  # fmt: skip
+    def plain(_, **named):
+        return loop_of_ops(**named, **options(named["f"]))
+
+    product, how = 2 * steps * batch * width * 4 * width, f"a loop of ops over {steps} steps"
+    return Case(name, "peephole_lstm", given, run, plain, how, flops=(product, 2 * product))
 
 
 # ---- what kernels must pass ----------------------------------------------------------------------
@@ -176,8 +155,8 @@ def attention_calls(s: Sizes) -> Iterator[Case]:
     width = 40 if s.tokens > 5 else 10
     yield make("odd width", [9, 2], None, Heads(1, width), causal=True, p=0.1)
     yield make("groups, causal", short, None, Heads(4, 32, 2), causal=True, p=0.3)
-    yield make("groups, long, window", long, None, Heads(4, 16, 4), causal=True, p=0.1,
-               window=s.tokens // 8)  # fmt: skip
+    groups, window = Heads(4, 16, 4), s.tokens // 8
+    yield make("groups, long, window", long, None, groups, causal=True, p=0.1, window=window)
     yield make("window", short, None, Heads(2, 16), window=(3, 2))
     yield make("window, long, cross", long, [s.tokens, 9], Heads(2, 16), p=0.1, window=(2, 40))
     yield make("no sentence", [], None, Heads(2, 16))
@@ -187,8 +166,8 @@ def linear_cross_entropy_calls(s: Sizes) -> Iterator[Case]:
     make = linear_cross_entropy
     odd = s.rows(s.even, apart=3)
     yield make("odd vocabulary, ignored targets", odd, 4 * s.odd + 1, chunk=4 * s.tokens // 7 + 1)
-    yield make("aligned, no smoothing", s.rows(s.misfit, tokens=s.tokens // 2 + 1), 4 * s.even,
-               smoothing=0.0, bias=True)  # fmt: skip
+    half = s.rows(s.misfit, tokens=s.tokens // 2 + 1)
+    yield make("aligned, no smoothing", half, 4 * s.even, smoothing=0.0, bias=True)
     # The mean of no token is nan.
     yield make("no token", s.rows(s.even, tokens=0), s.even, reduction="sum")
 

@@ -1,6 +1,5 @@
 """Makes calls of the depth connections: stacks whose layers do next to nothing."""
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -27,36 +26,33 @@ class _Stack(torch.nn.Module):
         for k, y in enumerate(given):
             branch = y if x is None else y + x / 64
             if self.full:
-                residual, x = self.connection(
-                    branch, history, residual=residual, dropout_p=0.3, seed=k,
-                    out_norm=self.norm.as_output(),
-                )  # fmt: skip
+                options = {"dropout_p": 0.3, "seed": k, "out_norm": self.norm.as_output()}
+                residual, x = self.connection(branch, history, residual=residual, **options)
             else:
                 x = self.connection(branch, history)
             results.append(x)
         return tuple(results)
 
 
-def _push(kind, depth: int, dim: int, full: bool, options: dict, *, backend=None, **given: Tensor):
-    states = [given.pop(f"y{k}") for k in range(depth + 1)]
-    rms = options.get("norm_type") == "rms"
-    connection = kind(depth, dim, backend=backend, **options)
-    stack = _Stack(connection, dim, full, rms).to(states[0].device)
-    parameters = {name.replace("__", "."): p for name, p in given.items()}
-    # Strict, because a parameter that is no operand would get no gradient to compare.
-    return functional_call(stack, parameters, tuple(states), strict=True)
-
-
-def _case(name: str, op: str, kind, rows: Rows, *, depth: int, full: bool, options: dict, **given):
+def _case(name: str, rows: Rows, kind, full: bool, depth: int, options: dict, given: dict) -> Case:
     """A call of a connection with the parameters ``given``."""
+    rms, dim = options.get("norm_type") == "rms", rows.dim
     operands: dict = {f"y{k}": rows.random() for k in range(depth + 1)}
     operands |= {f"connection__{n}": p for n, p in given.items()}
     if full:
-        operands["norm__weight"] = gains(rows.dim)
-        if options.get("norm_type") != "rms":
-            operands["norm__bias"] = values(rows.dim)
-    run = functools.partial(_push, kind, depth, rows.dim, full, options)
-    return Case(name=name, op=op, operands=operands, run=run)
+        operands["norm__weight"] = gains(dim)
+        if not rms:
+            operands["norm__bias"] = values(dim)
+
+    def run(*, backend=None, **given: Tensor):
+        states = [given.pop(f"y{k}") for k in range(depth + 1)]
+        connection = kind(depth, dim, backend=backend, **options)
+        stack = _Stack(connection, dim, full, rms).to(states[0].device)
+        parameters = {name.replace("__", "."): p for name, p in given.items()}
+        # Strict, because a parameter that is no operand would get no gradient to compare.
+        return functional_call(stack, parameters, tuple(states), strict=True)
+
+    return Case(name, kind.pass_kind.op, operands, run)
 
 
 def boundary(name: str, rows: Rows, *, depth: int = 6, full: bool = False, **options) -> Case:
@@ -68,7 +64,7 @@ def boundary(name: str, rows: Rows, *, depth: int = 6, full: bool = False, **opt
         given["norm_weight"] = gains(count, dim)
         if options.get("norm_type") != "rms":
             given["norm_bias"] = values(count, dim)
-    return _case(name, "boundary", DLCL, rows, depth=depth, full=full, options=options, **given)
+    return _case(name, rows, DLCL, full, depth, options, given)
 
 
 def attention_boundary(
@@ -79,10 +75,7 @@ def attention_boundary(
     given = {"query": Computed(torch.randn(count, rows.dim) / rows.dim**0.5)}
     if options.get("score_function") == "relu":
         given["bias"] = values(count, count)
-    return _case(
-        name, "attention_boundary", AttentionResiduals, rows, depth=depth, full=full,
-        options=options, **given,
-    )  # fmt: skip
+    return _case(name, rows, AttentionResiduals, full, depth, options, given)
 
 
 def boundary_calls(s: Sizes) -> Iterator[Case]:

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     from deepfast import build
 
-    start, target, left_out = time.monotonic(), build.choose_target(), build.cuda_refusal()
+    start, target, left_out = time.monotonic(), build.choose_target(), build.why_no_cuda()
     print(f"The compiler is {build.compiler()}, jobs: {build.parallel_jobs()}.")
     if left_out is not None:
         print(f"The CUDA C++ kernels are left out: {left_out}.")

@@ -9,9 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from deepfast.dtypes import compute_dtype
-from deepfast.reference.dropout import dropout, dropout_scale
-from deepfast.reference.rows import put
+from deepfast.reference.dropout import Seed, dropout, dropout_scale
+from deepfast.reference.rows import load, put
 
 KINDS = ("relu", "gelu")
 
@@ -22,17 +21,11 @@ def _normal(x: Tensor) -> Tensor:
 
 
 def _sum(h: Tensor, bias: Tensor | None) -> Tensor:
-    x = h.to(compute_dtype(h.dtype))
-    return x if bias is None else x + bias
+    return load(h) if bias is None else load(h) + bias
 
 
 def activation(
-    h: Tensor,
-    kind: str,
-    *,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
+    h: Tensor, kind: str, *, bias: Tensor | None = None, dropout_p: float = 0.0, seed: Seed = None
 ) -> Tensor:
     """``dropout(act(h + bias))`` of h (..., F) and bias (F,), in h's dtype, rounded once.
 
@@ -41,33 +34,6 @@ def activation(
     x = _sum(h, bias)
     y = x.relu() if kind == "relu" else x * _normal(x)
     return dropout(y.reshape(-1, y.shape[-1]), dropout_p, seed).view(h.shape).to(h.dtype)
-
-
-def activation_grad(
-    dout: Tensor,
-    saved: Tensor,
-    kind: str,
-    *,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of h from that of `activation`, and that of the bias in the compute dtype.
-
-    ``saved`` is the result for relu, h for gelu. The bias gets the sum of h's over the rows.
-
-    relu: ``dout * scale`` where the result is not 0, which shows both relu's and dropout's mask.
-    gelu: ``dropout(dout * (Phi(x) + x phi(x)))``, x = h + bias, phi the density, the same mask.
-    """
-    g = dout.to(compute_dtype(dout.dtype))
-    if kind == "relu":
-        dh = torch.where(saved != 0, g * dropout_scale(dropout_p), 0)
-    else:
-        x = _sum(saved, bias)
-        density = (x.square() * -0.5).exp() / math.sqrt(2 * math.pi)
-        dh = g * (_normal(x) + x * density)
-        dh = dropout(dh.reshape(-1, dh.shape[-1]), dropout_p, seed).view(dh.shape)
-    return dh.to(dout.dtype), dh.reshape(-1, dh.shape[-1]).sum(0)
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -80,9 +46,17 @@ def activation_forward(a):
 
 def activation_backward(a):
     """Gradients of activation_forward. ``saved`` is ``out`` for relu, which needs no bias, and
-    ``h`` for gelu; ``dh`` may be ``dout`` or ``saved``."""
-    grads = activation_grad(
-        a.dout, a.saved, a.kind, bias=a.bias, dropout_p=a.dropout_p, seed=a.seed
-    )
-    a.dh.copy_(grads[0])
-    put(a.dbias, grads[1])
+    ``h`` for gelu; ``dh`` may be ``dout`` or ``saved``. The bias gets the sum of dh over the rows.
+
+    relu: ``dout * scale`` where the result is not 0, which shows both relu's and dropout's mask.
+    gelu: ``dropout(dout * (Phi(x) + x phi(x)))``, x = h + bias, phi the density, the same mask.
+    """
+    g = load(a.dout)
+    if a.kind == "relu":
+        dh = torch.where(a.saved != 0, g * dropout_scale(a.dropout_p), 0)
+    else:
+        x = _sum(a.saved, a.bias)
+        density = (x.square() * -0.5).exp() / math.sqrt(2 * math.pi)
+        dh = dropout(g * (_normal(x) + x * density), a.dropout_p, a.seed)
+    a.dh.copy_(dh)
+    put(a.dbias, dh.sum(0))

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deepfast.reference.dropout import dropout_mask
+from deepfast.reference.dropout import Seed, dropout_mask
 from deepfast.reference.rows import load, put
 
 
@@ -41,9 +41,7 @@ def scores(q: Tensor, k: Tensor, left: int, right: int, scale: float) -> Tensor:
     return s.masked_fill(unseen, -torch.inf)
 
 
-def weight_masks(
-    seed: int | Tensor | None, queries: int, heads: int, keys: int, p: float, like: Tensor
-) -> Tensor:
+def weight_masks(seed: Seed, queries: int, heads: int, keys: int, p: float, like: Tensor) -> Tensor:
     """The factors (T_q, H, keys) that dropout multiplies the weights by.
 
     Row ``t H + h`` of the mask belongs to head h of query t; its channels are the keys of the
@@ -55,41 +53,25 @@ def weight_masks(
     return mask.to(like.dtype).view(queries, heads, keys)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    left: int = -1,
-    right: int = -1,
-    scale: float,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``o = dropout(softmax(scale q k^T)) v`` and ``lse = log sum exp(scale q k^T)`` for each head.
+def attention(a) -> tuple[Tensor, Tensor]:
+    """``o = dropout(softmax(scale q k^T)) v`` (T_q, H, d) and ``lse = log sum exp(scale q k^T)``
+    (H, T_q) of the operands of attention_forward.
 
-    A query that sees no key has ``o = 0`` and ``lse = -inf``.
-
-    Args:
-        q: (T_q, H, d).
-        k, v: (T_k, G, d), G a divisor of H.
-        cu_seqlens_q, cu_seqlens_k: (N + 1,) int32, from 0 to T_q and to T_k.
-
-    Returns:
-        o (T_q, H, d) and lse (H, T_q).
+    q is (T_q, H, d), k and v are (T_k, G, d), G a divisor of H. cu_seqlens_q and cu_seqlens_k
+    (N + 1,) int32 go from 0 to T_q and to T_k. A query that sees no key has ``o = 0`` and
+    ``lse = -inf``.
     """
-    rows = sentences(cu_seqlens_q, cu_seqlens_k)
-    longest = max((b.stop - b.start for _, b in rows), default=0)
-    masks = weight_masks(seed, q.shape[0], q.shape[1], longest, dropout_p, q)
-    k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
-    o, lse = [q[:0]], [q.new_empty(q.shape[1], 0)]
-    for a, b in rows:
-        s = scores(q[a], k[b], left, right, scale)
+    rows = sentences(a.cu_seqlens_q, a.cu_seqlens_k)
+    longest = max((keys.stop - keys.start for _, keys in rows), default=0)
+    q, (count, heads) = load(a.q), a.q.shape[:2]
+    k, v = grouped(load(a.k), heads), grouped(load(a.v), heads)
+    masks = weight_masks(a.seed, count, heads, longest, a.dropout_p, q)
+    o, lse = [q[:0]], [q.new_empty(heads, 0)]
+    for queries, keys in rows:
+        s = scores(q[queries], k[keys], a.left, a.right, a.scale)
         weights = s.softmax(-1).masked_fill(s == -torch.inf, 0)
-        mask = masks[a, :, : s.shape[2]].transpose(0, 1)
-        o.append(torch.einsum("hmn,nhd->mhd", weights * mask, v[b]))
+        mask = masks[queries, :, : s.shape[2]].transpose(0, 1)
+        o.append(torch.einsum("hmn,nhd->mhd", weights * mask, v[keys]))
         lse.append(s.logsumexp(-1))
     return torch.cat(o), torch.cat(lse, dim=1)
 
@@ -98,13 +80,9 @@ def attention(
 
 
 def attention_forward(a):
-    """``o = dropout(softmax(scale q k^T)) v`` for every sentence and head; lse (H, T_q)."""
-    values = attention(
-        load(a.q), load(a.k), load(a.v), a.cu_seqlens_q, a.cu_seqlens_k,
-        left=a.left, right=a.right, scale=a.scale, dropout_p=a.dropout_p, seed=a.seed,
-    )  # fmt: skip
-    put(a.o, values[0])
-    put(a.lse, values[1])
+    o, lse = attention(a)
+    put(a.o, o)
+    put(a.lse, lse)
 
 
 def attention_backward(a):

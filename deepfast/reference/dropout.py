@@ -8,6 +8,9 @@ from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
 
+Seed = int | Tensor | None
+"""64 bits, as an int or as a 0-dim int64 tensor; None without dropout."""
+
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -69,7 +72,7 @@ def dropout_mask(
     return (draws >= _threshold(p)).double() * dropout_scale(p)
 
 
-def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
+def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
     """``x`` (T, D) times its mask. A dropped element is 0, even where it was infinite or NaN."""
     if p == 0:
         return x
@@ -77,7 +80,7 @@ def dropout(x: Tensor, p: float, seed: int | Tensor | None) -> Tensor:
     return torch.where(mask > 0, x * mask, 0)
 
 
-def add_dropout(x: Tensor, residual: Tensor | None, p: float, seed: int | Tensor | None) -> Tensor:
+def add_dropout(x: Tensor, residual: Tensor | None, p: float, seed: Seed) -> Tensor:
     """``residual + dropout(x)``, shaped like x (..., D), rounded once."""
     s = x.to(compute_dtype(x.dtype))
     s = dropout(s.reshape(-1, s.shape[-1]), p, seed).view(s.shape)

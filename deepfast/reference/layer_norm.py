@@ -4,7 +4,7 @@ dropout and a residual sum."""
 from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
-from deepfast.reference.dropout import add_dropout, dropout
+from deepfast.reference.dropout import Seed, add_dropout, dropout
 from deepfast.reference.rows import affine, load, norm_backward, normalised, put
 
 
@@ -31,7 +31,7 @@ def layer_norm(
     *,
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
+    seed: Seed = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``s = residual + dropout(x)``; returns ``(LN(s) * weight + bias, s)``, shaped like x."""
@@ -42,19 +42,9 @@ def layer_norm(
     return y.to(x.dtype), s
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """``layer_norm`` without mean and bias: ``s / sqrt(mean(s^2) + eps) * weight``, and s."""
-    return layer_norm(
-        x, weight, None, eps, residual=residual, dropout_p=dropout_p, seed=seed, rms=True
-    )
+    return layer_norm(x, weight, None, eps, rms=True)
 
 
 # ---- launches ------------------------------------------------------------------------------------

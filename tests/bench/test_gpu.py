@@ -245,7 +245,7 @@ def test_compiles_for_the_named_architecture(monkeypatch):
     targets = []
     monkeypatch.setattr(machine.build, "CUDA_ARCHITECTURES", ("80", "90"))
     monkeypatch.setattr(machine.build, "compile_ops", targets.append)
-    monkeypatch.setattr(machine.build, "cuda_refusal", lambda: None)
+    monkeypatch.setattr(machine.build, "why_no_cuda", lambda: None)
     machine.compile_ops(["89"])
     assert machine.build.CUDA_ARCHITECTURES == ("89",)
     assert targets == [machine.library.in_package(cuda=True)]

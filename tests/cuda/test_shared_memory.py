@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.gpu.launches import every_launch
-from deepfast import backend
+from deepfast import availability, backend
 
 
 @pytest.mark.parametrize(("kilobytes", "dim"), [(99, 512), (99, 509), (99, 4096), (163, 8192)])
@@ -19,7 +19,8 @@ def test_a_row_too_wide_is_told(monkeypatch):
     class Properties:
         shared_memory_per_block_optin = 99 << 10
 
-    monkeypatch.setattr(backend, "_cuda_refusal", lambda *_: None)
+    for name in ("_library_with_cuda", "_triton"):
+        monkeypatch.setattr(availability, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     half = torch.bfloat16

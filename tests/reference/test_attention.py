@@ -1,5 +1,7 @@
 """The specification of packed attention against PyTorch's, one sentence at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,9 +35,16 @@ def sentences(lengths, tensors):
     return [[x.transpose(0, 1) for x in qkv] for qkv in zip(*splits, strict=True)]
 
 
-def run(lengths, tensors, causal=False, left=-1, **options):
-    window = {"left": left, "right": 0 if causal else options.pop("right", -1)}
-    return attention(*tensors, *map(cumulated, lengths), scale=0.7, **window, **options)
+def given(lengths, tensors, left=-1, right=-1, dropout_p=0.0):
+    """The operands of a launch that forward and backward share."""
+    operands = {"left": left, "right": right, "scale": 0.7, "dropout_p": dropout_p, "seed": SEED}
+    for side, n in zip("qk", lengths, strict=True):
+        operands |= {f"cu_seqlens_{side}": cumulated(n), f"max_seqlen_{side}": max(n, default=0)}
+    return operands | dict(zip("qkv", tensors, strict=True))
+
+
+def run(lengths, tensors, **options):
+    return attention(SimpleNamespace(**given(lengths, tensors, **options)))
 
 
 @pytest.mark.parametrize("lengths", [SELF, CROSS])
@@ -67,14 +76,14 @@ def test_lse_is_of_the_weights_before_dropout():
     q, k, v = packed(lengths)
     scores = 0.7 * torch.einsum("mhd,nhd->hmn", q, k)
     for p in (0.0, 0.5):
-        _, lse = run(lengths, (q, k, v), dropout_p=p, seed=SEED)
+        _, lse = run(lengths, (q, k, v), dropout_p=p)
         torch.testing.assert_close(lse, scores.exp().sum(-1).log())
 
 
 def test_dropout_takes_a_token_for_each_query_and_head():
     lengths = ([2, 3], [4, 6])
     q, k, v = packed(lengths)
-    o, _ = run(lengths, (q, k, v), dropout_p=0.4, seed=SEED)
+    o, _ = run(lengths, (q, k, v), dropout_p=0.4)
     mask = dropout_mask(SEED, 5 * H, 6, 0.4)
     for t in range(5):
         keys, n = (slice(0, 4), 4) if t < 2 else (slice(4, 10), 6)
@@ -89,8 +98,8 @@ def test_dropout_takes_a_token_for_each_query_and_head():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_launches_are_the_op_and_its_gradient(lengths, window, heads, dropout_p):
     tensors = packed(lengths, grad=True, heads=heads)
-    left, right = window
-    o, lse = run(lengths, tensors, left=left, right=right, dropout_p=dropout_p, seed=SEED)
+    options = {"left": window[0], "right": window[1], "dropout_p": dropout_p}
+    o, lse = run(lengths, tensors, **options)
     do = torch.randn_like(o)
     # Without sentences o does not depend on k and v.
     grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
@@ -98,12 +107,8 @@ def test_launches_are_the_op_and_its_gradient(lengths, window, heads, dropout_p)
 
     names = ("o", "lse", "dq", "dk", "dv")
     got = {name: torch.full_like(x, torch.nan) for name, x in zip(names, expected, strict=True)}
-    shared = dict(zip("qkv", (x.detach() for x in tensors), strict=True)) | {
-        "left": left, "right": right, "scale": 0.7, "dropout_p": dropout_p, "seed": SEED,
-        "o": got["o"], "lse": got["lse"],
-    }  # fmt: skip
-    for side, n in zip("qk", lengths, strict=True):
-        shared |= {f"cu_seqlens_{side}": cumulated(n), f"max_seqlen_{side}": max(n, default=0)}
+    shared = given(lengths, [x.detach() for x in tensors], **options)
+    shared |= {"o": got["o"], "lse": got["lse"]}
     _, launch = backend.choose("attention", "reference", "cpu", torch.float64)
     launch.attention_forward(**shared)
     launch.attention_backward(**shared, dout=do, dq=got["dq"], dk=got["dk"], dv=got["dv"])
