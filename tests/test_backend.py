@@ -1,13 +1,15 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
+import contextlib
 import os
 
 import pytest
 import torch
 
-from deepfast import backend, ops
+from deepfast import backend, ops, rule
 from deepfast.backend import BackendError
-from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
+from deepfast.cases import sizes
+from deepfast.cases.case import tuple_of
 
 DTYPES = list(backend.DTYPES)
 
@@ -74,6 +76,35 @@ def test_rocm_is_refused(monkeypatch):
         assert reason == "the Triton kernels are for CUDA, and this torch is for ROCm 6.4"
 
 
+def test_the_rule_is_in_the_order_of_the_backends():
+    for op in backend.OPS:
+        names = [line.backend for line in rule.LINES if line.op == op]
+        assert names == [by for by in backend.BACKENDS if by in names]
+        assert names
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "size", "name"),
+    [
+        ("layer_norm", torch.bfloat16, 8192, "triton"),
+        ("layer_norm", torch.float32, None, "triton"),
+        ("layer_norm", torch.float16, 16385, "reference"),
+        ("attention", torch.float16, 512, "triton"),
+        ("attention", torch.float16, 513, "sdpa"),
+        ("attention", torch.float32, 64, "sdpa"),
+    ],
+)
+def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert backend.chosen(op, None, "cuda:0", dtype, size) == name
+    if name == "triton":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+        reason = backend.explain(op, "cuda:0", dtype, size)["triton"]
+        assert "for compute capability 8.0 or newer; request it" in reason
+
+
 @pytest.mark.parametrize("missing", ["compiler", "Python.h"])
 def test_triton_without_a_c_compiler_is_refused(monkeypatch, tmp_path, missing):
     """Nothing is launched to find out."""
@@ -89,24 +120,11 @@ def test_triton_without_a_c_compiler_is_refused(monkeypatch, tmp_path, missing):
         backend.choose("layer_norm", "triton", "cuda", torch.bfloat16)
 
 
-def every_op(**kwargs):
-    x = torch.randn(3, 4, requires_grad=True)
-    ops.layer_norm(x, None, None, **kwargs).sum().backward()
-    ops.activation(x, "gelu", **kwargs).sum().backward()
-    ops.depth_mix([x, x], torch.ones(2), **kwargs).sum().backward()
-    ops.depth_attention([x, x], torch.ones(4), **kwargs).sum().backward()
-    cu = torch.tensor([0, 3], dtype=torch.int32)
-    q = x.view(3, 2, 2)
-    ops.attention(
-        q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=3, max_seqlen_k=3, **kwargs
-    ).sum().backward()
-    ops.norm_linear(x, None, None, torch.ones(2, 4), **kwargs).sum().backward()
-    ops.linear_cross_entropy(x, torch.ones(5, 4), torch.arange(3), **kwargs).backward()
-    f = torch.randn(2, 3, 4, requires_grad=True)
-    ops.peephole_lstm(f, torch.ones(1, 4), torch.ones(3, 1), **kwargs)[0].sum().backward()
-    for connection in (DLCL, AttentionResiduals):
-        push, history = connection(1, 4, **kwargs), DepthHistory()
-        push(torch.tanh(push(x, history)), history).sum().backward()
+def every_op(backend=None):
+    for calls in sizes.KERNELS.values():
+        case = next(calls.listed(sizes.QUICK["cpu"]))
+        leaves = case.leaves(torch.float32, torch.float32)
+        sum(y.sum() for y in tuple_of(case.run(**leaves, backend=backend))).backward()
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
@@ -124,18 +142,12 @@ def test_an_argument_comes_before_the_override(monkeypatch):
     assert {name for _, name in seen} == {"reference"}
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "activation", "depth_mix", "boundary"])
+@pytest.mark.parametrize("op", sorted({*backend.OPS} - {"attention"}))
 def test_the_override_refuses_with_the_reason(monkeypatch, op):
     monkeypatch.setenv("DEEPFAST_BACKEND", "varlen")
-    x = torch.randn(3, 4)
-    run = {
-        "layer_norm": lambda: ops.layer_norm(x, None, None),
-        "activation": lambda: ops.activation(x, "relu"),
-        "depth_mix": lambda: ops.depth_mix([x], torch.ones(1)),
-        "boundary": lambda: DLCL(1, 4)(x, DepthHistory()),
-    }[op]
+    case = next(sizes.KERNELS[op].listed(sizes.QUICK["cpu"]))
     with pytest.raises(BackendError, match=f"varlen is torch's attention, not {op}"):
-        run()
+        case.run(**case.leaves(torch.float32, torch.float32))
 
 
 def test_an_unknown_override_is_an_error(monkeypatch):
@@ -145,29 +157,17 @@ def test_an_unknown_override_is_an_error(monkeypatch):
         ops.layer_norm(torch.randn(3, 4), None, None)
 
 
-def test_record_sees_only_its_block():
+def test_records_see_their_blocks_and_end_with_an_exception():
     x = torch.randn(3, 4)
     ops.layer_norm(x, None, None)
-    with backend.record() as seen:
-        ops.layer_norm(x, None, None, backend="reference")
-    ops.layer_norm(x, None, None)
-    assert seen == [("layer_norm", "reference")]
-
-
-def test_records_nest():
-    x = torch.randn(3, 4)
-    with backend.record() as outer:
+    with contextlib.suppress(KeyError), backend.record() as outer:
         with backend.record() as inner:
             ops.layer_norm(x, None, None, backend="reference")
         ops.layer_norm(x, None, None, backend="cpu")
+        raise KeyError
+    ops.layer_norm(x, None, None)
     assert inner == [("layer_norm", "reference")]
     assert outer == [("layer_norm", "reference"), ("layer_norm", "cpu")]
-    assert not backend._records
-
-
-def test_record_ends_with_an_exception():
-    with pytest.raises(KeyError), backend.record():
-        raise KeyError
     assert not backend._records
 
 

@@ -13,16 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepfast import backend, ops, rule
+from deepfast import backend, ops
 from deepfast.backend import BackendError
-from deepfast.cases.sentences import offsets
+from deepfast.cases import sentences
 from deepfast.cli import main
 from deepfast.launches import LAUNCHES
 from deepfast.selfcheck import first_use, store
-from deepfast.selfcheck.operands import TOKENS, like_those_of, variant_of
-from tests.kernels.agreement import ABSENT, LOW, numbers, run
-from tests.kernels.test_attention import CASES, operands, with_results
+from tests.kernels.agreement import numbers, run
 from tests.selfcheck import faults
+from tests.selfcheck.test_operands import given_for
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 FORWARD, BACKWARD = "layer_norm_forward", "layer_norm_backward"
@@ -66,9 +65,8 @@ def test_each_variant_is_checked_once(device, cache, caplog, no_process):
     (path,) = cache.glob("*.jsonl")
     key, *lines = map(json.loads, path.read_text().splitlines())
     assert set(key) == {"key"}
-    assert [(line["launch"], line["error"]) for line in lines if "error" in line] == [
-        (FORWARD, None), (BACKWARD, None)
-    ] * 2  # fmt: skip
+    results = [(line["launch"], line["error"]) for line in lines if "error" in line]
+    assert results == [(FORWARD, None), (BACKWARD, None)] * 2
     assert not caplog.records
 
 
@@ -119,14 +117,19 @@ def test_a_wrong_mode_is_one_sentence(device, monkeypatch):
 
 # ---- wrong kernels -------------------------------------------------------------------------------
 
-SAID = {
-    "wrong": "y: error 1, allowed", "odd": "y: error ", "not_finite": "y: not finite",
-    "raises": "RuntimeError: broken on purpose",
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("fault", SAID)
-def test_a_wrong_kernel_is_replaced_and_remembered(device, broken, monkeypatch, caplog, fault):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("wrong", "y: error 1, allowed"),
+        ("odd", "y: error "),
+        ("not_finite", "y: not finite"),
+        ("raises", "RuntimeError: broken on purpose"),
+    ],
+)
+def test_a_wrong_kernel_is_replaced_and_remembered(
+    device, broken, monkeypatch, caplog, fault, said
+):
     monkeypatch.setitem(backend.CHECKED, "cpu", ("triton",))
     broken("triton", fault)
     # The reference computes the first call, and the next backend the second one.
@@ -135,11 +138,10 @@ def test_a_wrong_kernel_is_replaced_and_remembered(device, broken, monkeypatch, 
     assert norm() == "cpu"
     assert device == [FORWARD]
     (record,) = caplog.records
-    said = record.getMessage()
-    assert "layer_norm by triton in float32 failed its check" in said
-    assert f"{FORWARD} (9, " in said
-    assert SAID[fault] in said
-    assert SAID[fault] in backend.explain("layer_norm", CPU, torch.float32)["triton"]
+    assert "layer_norm by triton in float32 failed its check" in record.getMessage()
+    for text in (record.getMessage(), backend.explain("layer_norm", CPU, FP32)["triton"]):
+        assert f"{FORWARD} (9, " in text
+        assert said in text
 
 
 @pytest.mark.parametrize(("launch", "result"), [("boundary_forward", "x"), ("mix_rows", "out")])
@@ -172,29 +174,22 @@ def test_attention_goes_on_with_the_reference(device, broken, monkeypatch):
     """Its next backend on a GPU is torch's, which has no launches for a backward pass of ours."""
     broken("triton", "wrong", "attention_backward", "dq")
     why_unable = backend.why_unable
-    monkeypatch.setattr(
-        backend,
-        "why_unable",
-        lambda op, by, *at: "no GPU" if by == "cpu" else why_unable(op, by, *at),
-    )
-    cu = offsets([5, 3], "cpu")
 
-    def attend(x):
-        return ops.attention(
-            x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5, **options
-        )
+    def no_cpu(op, by, *at):
+        return "no GPU" if by == "cpu" else why_unable(op, by, *at)
 
-    x, options = torch.randn(8, 2, 16, dtype=torch.float16, requires_grad=True), {}
-    served = []
+    monkeypatch.setattr(backend, "why_unable", no_cpu)
+    case, served = sentences.attention("", [5, 3], None, sentences.Heads(2, 16)), []
+    leaves = case.leaves(torch.float16, torch.float16)
+
+    def grads(**options):
+        return torch.autograd.grad(case.run(**leaves, **options).float().sum(), [*leaves.values()])
+
     for _ in range(2):
         with backend.record() as seen:
-            y = attend(x)
-        (got,) = torch.autograd.grad(y.float().sum(), x)
+            got = grads()
         served.append(seen[0][1])
-        options["backend"] = "reference"
-        (wanted,) = torch.autograd.grad(attend(x).float().sum(), x)
-        options.clear()
-        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(got, grads(backend="reference"), rtol=1e-2, atol=1e-2)
     assert served == ["triton", "sdpa"]
     assert device == ["attention_forward", "attention_backward"]
 
@@ -231,6 +226,7 @@ KILLED = """
 import torch
 from deepfast import backend, ops
 from tests.selfcheck import faults
+from tests.selfcheck.test_operands import given_for
 backend.CHECKED["cpu"] = ("triton",)
 faults.install(("triton",), "killed")
 ops.layer_norm(torch.ones(4, 9), None, None)
@@ -279,23 +275,18 @@ def test_the_users_state_is_untouched(device):
     assert torch.equal(torch.get_rng_state(), before)
     torch.set_default_dtype(torch.float64)
     try:
-        norm_of = ops.layer_norm(torch.randn(4, 16, dtype=torch.float32), None, None)
+        norm_of = ops.layer_norm(torch.randn(4, 16, dtype=FP32), None, None)
     finally:
-        torch.set_default_dtype(torch.float32)
-    assert norm_of.dtype == torch.float32
+        torch.set_default_dtype(FP32)
+    assert norm_of.dtype == FP32
     assert device == [FORWARD, FORWARD]
 
 
-class Functions(TorchFunctionMode):
-    """Lists the functions of torch that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
+class NoFunctions(TorchFunctionMode):
+    """Refuses each call of a function of torch."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.called.append(function)
-        return function(*args, **(kwargs or {}))
+        raise AssertionError(f"{function} was called")
 
 
 def test_modes_do_not_reach_a_check():
@@ -307,14 +298,9 @@ def test_modes_do_not_reach_a_check():
         reference(call)
         call.o.add_(1e-3)
 
-    with (
-        Functions() as functions,
-        FlopCounterMode(display=False) as counter,
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        functions.called.clear()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.autocast("cpu", torch.bfloat16), NoFunctions():
         said = first_use.fault(launch, wrong, reference, given, CPU, FP32)
-        assert functions.called == []
     assert said.startswith("o: error 0.001, allowed ")
     assert counter.get_total_flops() == 0
 
@@ -353,11 +339,9 @@ def test_a_compiled_function_checks_when_it_runs(device, caplog):
 def test_fake_tensors_are_not_checked(device):
     """The reference makes the results of a tracer's tensors, which have no values."""
     with FakeTensorMode():
-        x, y, mean, rstd = (torch.empty(s) for s in ((4, 9), (4, 9), (4,), (4,)))
-        launch = backend.choose("layer_norm", None, CPU, torch.float32, 9)[1]
-        launch.layer_norm_forward(
-            x=x, eps=1e-5, rms=False, dropout_p=0.0, y=y, mean=mean, rstd=rstd
-        )
+        results = {"y": torch.empty(4, 9), "mean": torch.empty(4), "rstd": torch.empty(4)}
+        launch = backend.choose("layer_norm", None, CPU, FP32, 9)[1].layer_norm_forward
+        launch(x=torch.empty(4, 9), eps=1e-5, rms=False, dropout_p=0.0, **results)
     assert device == []
 
 
@@ -368,7 +352,7 @@ def test_one_thread_checks_and_the_others_wait(device):
     checked = first_use.Checked(launch, "triton", reference, reference, lambda: None, None)
 
     def call(_):
-        given = given_for(FORWARD, torch.float32, 5)
+        given = given_for(FORWARD, FP32, 5)
         start.wait(60)
         checked(given)
 
@@ -389,80 +373,3 @@ def rank(_):
 @pytest.mark.exhaustive
 def test_ranks_do_not_wait_for_each_other(device, agree_on_ranks):
     agree_on_ranks(2, rank, [""])
-
-
-# ---- the operands of a check ---------------------------------------------------------------------
-
-
-def given_for(name, dtype, tokens):
-    """The record of a call."""
-    if name.startswith("attention_") and "boundary" not in name:
-        made = numbers(name, **with_results(operands(*CASES["groups, long"]), torch.float32))
-    elif name.startswith("peephole"):
-        made = numbers(name, P=9, N=3, H=17)
-    else:
-        made = numbers(name, T=tokens, D=40, V=40, **ABSENT.get(name, {}))
-
-    def stored(o, x):
-        return x.to(dtype) if o.dtype == "storage" else x
-
-    return LAUNCHES[name].record(*(
-        [stored(o, y) for y in made[o.name]] if o.type == "Tensor[]"
-        else stored(o, made[o.name]) if isinstance(made[o.name], torch.Tensor)
-        else made[o.name]
-        for o in LAUNCHES[name].operands
-    ))  # fmt: skip
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("tokens", [2, 100])
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_right_kernel_passes(name, tokens, dtype):
-    pytest.importorskip("triton")
-    launch, given = LAUNCHES[name], given_for(name, dtype, tokens)
-    triton, reference = (backend.launchers(launch.op, by)[name] for by in ("triton", "reference"))
-    assert first_use.fault(launch, triton, reference, given, CPU, dtype) is None
-    made = like_those_of(launch, given, torch.Generator().manual_seed(3))
-    variant_of(launch)(made)
-    assert all(
-        x.shape[0] <= TOKENS
-        for o, x in zip(launch.operands, made, strict=True)
-        if isinstance(x, torch.Tensor) and o.shapes[0][:1] == ("T",)
-    )
-
-
-def test_a_variant_has_what_chooses_a_kernel():
-    launch = LAUNCHES["attention_forward"]
-    variant, given = variant_of(launch), given_for(launch.name, torch.float32, 5)
-    base = variant(given)
-    for other in ({"left": 1}, {"max_seqlen_q": 9}, {"dropout_p": 0.0}, {"seed": None},
-                  {"q": given.q[..., :8]}):  # fmt: skip
-        assert variant(given._replace(**other)) != base
-    assert variant(given._replace(q=given.q[:3], scale=2.0)) == base
-    left = [variant(given._replace(left=n)) for n in (-1, 0, 1, 300)]
-    assert len(set(left)) == 4
-
-
-def test_the_rule_is_in_the_order_of_the_backends():
-    for op in backend.OPS:
-        names = [line.backend for line in rule.LINES if line.op == op]
-        assert names == [by for by in backend.BACKENDS if by in names]
-        assert names
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype", "size", "name"),
-    [("layer_norm", torch.bfloat16, 8192, "triton"), ("layer_norm", torch.float32, None, "triton"),
-     ("layer_norm", torch.half, 16385, "reference"), ("attention", torch.half, 512, "triton"),
-     ("attention", torch.float16, 513, "sdpa"), ("attention", torch.float32, 64, "sdpa")],
-)  # fmt: skip
-def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert backend.choose(op, None, "cuda:0", dtype, size)[0] == name
-    if name == "triton":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-        reason = backend.explain(op, "cuda:0", dtype, size)["triton"]
-        assert "for compute capability 8.0 or newer; request it" in reason
