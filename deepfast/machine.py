@@ -32,14 +32,14 @@ def git_commit() -> str | None:
     what = "describe --always --exclude=* --abbrev=12 --dirty=+"
     command = ["git", "-C", str(root), *what.split()]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return said.stdout.strip()
 
 
 def environment() -> dict:
-    """What a reader needs to judge the numbers or to reproduce them."""
+    """The facts that a reader needs to judge the numbers or to reproduce them."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = os.cpu_count() if affinity is None else len(affinity(0))
     return {
@@ -63,8 +63,8 @@ def free_bytes() -> int:
     """Memory that a step may use now without making the machine swap."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
-        free = int(found.group(1)) * 1024 if found else free
+        available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+        free = int(available.group(1)) * 1024 if available else free
         # A container may have a lower limit than the machine.
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
@@ -95,5 +95,5 @@ class ResidentPeak:
 
     def __exit__(self, *error: object) -> None:
         if self._known:
-            found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-            self.nbytes = int(found.group(1)) * 1024 if found else None
+            peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+            self.nbytes = int(peak.group(1)) * 1024 if peak else None

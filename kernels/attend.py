@@ -83,7 +83,7 @@ def begin_sum(b_x, p_most, p_total, o_t, m_t):
 
 @triton.jit
 def no_sum(BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
-    """What `begin_sum` returns of no states."""
+    """The result of `begin_sum` of no states."""
     b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
     b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
     return tl.zeros((BA, BT, BC), dtype=tl.float32), b_most, b_total

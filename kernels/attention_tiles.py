@@ -1,4 +1,4 @@
-"""What the kernels of attention share: loads, scores and dropout of a tile, and the sides of tiles.
+"""Parts of the kernels of attention: loads, scores and dropout of a tile, and the sides of tiles.
 
 Names as in `kernels/attention.py`.
 """

@@ -66,14 +66,14 @@ def launcher(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _entries(indices: list[int]) -> Callable[[tuple], tuple]:
-    """What takes these entries out of a tuple, as a tuple."""
+    """A function that takes these entries out of a tuple, as a tuple."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[i] for i in indices)
 
 
 class Kernel:
-    """What is known of a kernel: its parameters by kind, and its compiled variants."""
+    """The parameters of a kernel by kind, and its compiled variants."""
 
     def __init__(self, kernel: Any):
         self.names = kernel.arg_names
@@ -88,7 +88,7 @@ class Kernel:
         self.anywhere = {p.num for p in rest if p.do_not_specialize_on_alignment}
 
     def variant(self, args: tuple, options: tuple) -> tuple[tuple | None, list]:
-        """What decides which compiled variant takes ``args``, and these with addresses in place of
+        """The key of the compiled variant that takes ``args``, and these with addresses in place of
         tensors. None for the first where an integer of 64 bits decides too.
 
         Triton specialises a pointer on its dtype and on an alignment to 16 bytes, an integer on 1
@@ -126,11 +126,11 @@ class Kernel:
 
 
 def known(kernel: Any) -> Kernel:
-    """What is known of a kernel; it is kept with the kernel."""
-    found = getattr(kernel, "deepfast", None)
-    if found is None:
-        found = kernel.deepfast = Kernel(kernel)
-    return found
+    """The `Kernel` of a kernel, which is kept with it."""
+    facts = getattr(kernel, "deepfast", None)
+    if facts is None:
+        facts = kernel.deepfast = Kernel(kernel)
+    return facts
 
 
 def _hooked() -> bool:
@@ -142,14 +142,14 @@ def _hooked() -> bool:
 
 def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     """``kernel[programs](*args, **options)``, with all arguments in the kernel's order."""
-    variant = found = None
+    variant = compiled = None
     if not INTERPRETED:
         of, driver, ask = known(kernel), triton.runtime.driver.active, thread.ask
         device = driver.get_current_device()
         variant, given = of.variant(args, tuple(options.items()))
         kept_by = variant, device, ask is None
-        found = None if _hooked() else of.variants.get(kept_by)
-    if found is None:
+        compiled = None if _hooked() else of.variants.get(kept_by)
+    if compiled is None:
         keep = variant is not None
         if keep and ask is not None and kept_by not in of.variants:
             keep = ask(kernel.__name__, repr(variant))
@@ -159,8 +159,8 @@ def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str
         thread.launched = True
         return
     x, y, z = (*programs, 1, 1)[:3]
-    handles = driver.get_current_stream(device), found.function, found.packed_metadata
-    found.run(x, y, z, *handles, None, None, None, *given)
+    handles = driver.get_current_stream(device), compiled.function, compiled.packed_metadata
+    compiled.run(x, y, z, *handles, None, None, None, *given)
     thread.launched = True
 
 
@@ -187,13 +187,13 @@ class _Plan:
         others = [name for name in missing if not name.startswith("s_")]
         self.operands = _attributes([n[2:] if n.startswith("p_") else n.lower() for n in others])
         self.strided = _attributes([name[2:] for name in strides])
-        found = [*given, *others, *strides]
-        self.order = _entries([found.index(name) for name in names])
+        values = [*given, *others, *strides]
+        self.order = _entries([values.index(name) for name in names])
         self.options = [name for name in given if name not in names]
 
 
 def _attributes(names: list[str]) -> Callable[[Any], tuple]:
-    """What reads these attributes, as a tuple."""
+    """A function that reads these attributes, as a tuple."""
     if len(names) > 1:
         return attrgetter(*names)
     return lambda a: tuple(getattr(a, name) for name in names)

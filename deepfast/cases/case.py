@@ -77,7 +77,7 @@ def linear(outputs: int, inputs: int) -> Stored:
 
 
 class Moved(NamedTuple):
-    """What one direction of an op has to read and write."""
+    """The traffic that one direction of an op needs, reads and writes together."""
 
     values: int = 0
     """Elements in the storage dtype."""
@@ -124,7 +124,7 @@ class Case:
     """The same numbers in torch's own ops, from a `Dropout` and the operands by name; None where
     there is no such form."""
     how: str = ""
-    """What ``plain`` runs, for a reader."""
+    """The ops of ``plain``, for a reader."""
     moved: tuple[Moved, Moved] = (Moved(), Moved())
     """Forward and backward, at least."""
     flops: tuple[int, int] = (0, 0)
@@ -180,7 +180,7 @@ class Sizes:
         return Rows((self.tokens if tokens is None else tokens,), dim, apart, offset)
 
     def four(self) -> Iterator[tuple[str, Rows]]:
-        """What every op over rows is called with."""
+        """The rows, with a name, that every op over rows is called with."""
         yield "odd width, rows apart", self.rows(self.odd, 3, 1)
         yield "aligned", self.rows(self.even)
         yield "rows off 16 bytes", self.rows(self.misfit, offset=1)
@@ -188,7 +188,7 @@ class Sizes:
 
 
 class Typical(NamedTuple):
-    """What a typical call is made from."""
+    """The name and the sizes of a typical call."""
 
     name: str
     rows: Rows

@@ -40,7 +40,7 @@ def poisoned() -> Iterator[None]:
 
 
 def fault(case: Case, by: str, dtype: torch.dtype, device: Device, runs: int = 3) -> str | None:
-    """What is wrong with backend ``by`` in this case; None where nothing is."""
+    """The error of backend ``by`` in this case; None where it has none."""
 
     def by_reference(kind: torch.dtype) -> dict:
         form = partial(case.run, backend="reference")

@@ -56,7 +56,8 @@ def attend_rows(a):
 
 
 def _pull_attention(a, j, v, g, row):
-    """What ``row`` with gradient g adds to dz of state j, v. Adds to ``dquery``, sets ``dbias``."""
+    """The part of dz of state j, v, that ``row`` with gradient g adds. Adds to ``dquery`` and sets
+    ``dbias``."""
     r, q = a.source_rstd[j], a.query[row]
     score = (v * r.unsqueeze(-1)) @ q + (0 if a.bias is None else a.bias[row, j])
     slope = (g * v).sum(-1)
@@ -103,9 +104,9 @@ def attention_boundary_forward(a):
         y = dropout(load(a.branch), a.dropout_p, a.seed)
         a.states[a.k] = y if a.residual is None else y + load(a.residual)
         a.source_rstd[a.k] = (load(a.states[a.k]).square().mean(-1) + a.eps).rsqrt()
-    mixed, found = _attend_near(a)
-    if found is not None:
-        a.stats[a.k, :2] = found
+    mixed, stats = _attend_near(a)
+    if stats is not None:
+        a.stats[a.k, :2] = stats
     put(a.x, mixed)
     if a.out is not None:
         put_output(a, mixed)

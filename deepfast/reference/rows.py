@@ -1,4 +1,4 @@
-"""What the launches share: rows in the dtype of the arithmetic, and their norms."""
+"""Helpers of the launches: rows in the dtype of the arithmetic, and their norms."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What `deepfast selfcheck` does: every case of every kernel, then times.
+"""The work of `deepfast selfcheck`: every case of every kernel, then times.
 
 Each op, backend and dtype has a process of its own, `deepfast.cases.worker`. So a kernel that
 crashes or hangs ends only its own process, and its end is the result.

@@ -52,9 +52,9 @@ def digest() -> str:
 
 def _driver() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"\b\d+\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[0]
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if version := re.search(r"\b\d+\.[\d.]+", text):
+            return version[0]
     return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
 
 
@@ -198,23 +198,25 @@ class Store:
 def load(key: dict[str, str]) -> Store:
     """The results in the key's file. A line that cannot be read is left out, with a warning."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    found = Store(key, cache_folder() / f"selfcheck-{name}.jsonl")
+    results = Store(key, cache_folder() / f"selfcheck-{name}.jsonl")
     try:
-        stored = found.path.read_bytes().splitlines()
+        stored = results.path.read_bytes().splitlines()
     except (FileNotFoundError, NotADirectoryError):
-        return found
+        return results
     except OSError as error:
-        tell_once(f"deepfast: {found.path} cannot be read ({error.strerror}); kernels are checked")
-        return found
+        tell_once(
+            f"deepfast: {results.path} cannot be read ({error.strerror}); kernels are checked"
+        )
+        return results
     for text in stored:
         try:
             line = json.loads(text)
             if "key" not in line:
-                found.take(line)
+                results.take(line)
         except (ValueError, TypeError, KeyError, AttributeError):
-            tell_once(f"deepfast: {found.path} has an invalid line, which is ignored: {text!r}")
-    found.blame_unfinished()
-    return found
+            tell_once(f"deepfast: {results.path} has an invalid line, which is ignored: {text!r}")
+    results.blame_unfinished()
+    return results
 
 
 _stores: dict[str, Store] = {}

@@ -1,4 +1,4 @@
-"""What the machine code of a Triton kernel must not contain."""
+"""Instructions that the machine code of a Triton kernel must not contain."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a launch keeps: compiled kernels, by what Triton specialises on."""
+"""The state that launches keep: compiled kernels, by what Triton specialises on."""
 
 from types import SimpleNamespace
 
