@@ -9,12 +9,14 @@ kernels. This module imports only the standard library, so that the build can im
 The package names each operand when it calls a launch. Each launcher gets one record, a named tuple
 whose fields are the operands in the order of the table.
 
-In the table a title is "op: launch", and each line under it is an operand: name, type, dtype,
-shape. ``!`` marks what the launch writes. ``storage`` is the dtype of the activations, with
-contiguous channels; ``dense`` is the same of a contiguous tensor. ``compute`` is float32, or
-float64 where storage is float64, and contiguous; ``sums`` is the same where only the channels are
-contiguous. Words are separated by bars. ``< states, R`` says that an index is smaller than the
-number of slots of the operand ``states`` and than R. Shapes:
+In the table a block has an op, operands, and launches with their operands in order. A line of
+operands has names, the type, and of a tensor its dtype and shape. Those of "every op" belong to all
+blocks. In the list of a launch ``?`` marks a tensor that may be missing, and ``!`` what the launch
+writes. ``storage`` is the dtype of the activations, with contiguous channels; ``dense`` is the same
+of a contiguous tensor. ``compute`` is float32, or float64 where storage is float64, and contiguous;
+``sums`` is the same where only the channels are contiguous. Words are separated by bars.
+``< states, R`` says that an index is smaller than the number of slots of the operand ``states`` and
+than R. Shapes:
 
     T  tokens           D  channels        R  rows of the depth weights, L + 1
     S  slots            B  rows, or sources, of one far pass
@@ -24,9 +26,10 @@ number of slots of the operand ``states`` and than R. Shapes:
 """
 
 import math
+import re
 from collections import namedtuple
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +42,7 @@ class Operand:
     name: str
     type: str
     """Its type in the schema: Tensor, Tensor?, Tensor[], int, int[], float, bool or str."""
-    writes: bool
+    writes: bool = False
     """Whether the launch writes into it."""
     dtype: str = ""
     """The dtype of a tensor: storage, compute, int32 or int64."""
@@ -64,21 +67,18 @@ class Operand:
         )
 
 
-def _operand(line: str) -> Operand:
-    name, kind, *rest = line.split(maxsplit=3)
-    if not rest:
-        return Operand(name, kind, False)
+def _operand(name: str, definition: str) -> Operand:
+    kind, _, rest = definition.partition(" ")
     if kind == "str":
-        return Operand(name, kind, False, words=tuple(rest[0].split("|")))
-    if rest[0] == "<":
-        return Operand(name, kind, False, below=tuple(rest[1].split(", ")))
-    dtype, choices = rest
+        return Operand(name, kind, words=tuple(rest.split("|")))
+    if "Tensor" not in kind:
+        return Operand(name, kind, below=tuple(rest.removeprefix("< ").split(", ")) if rest else ())
+    dtype, _, choices = rest.partition(" ")
     entries = (shape.strip()[1:-1].split(",") for shape in choices.split(" or "))
     shapes = tuple(tuple(e.strip() for e in shape if e.strip()) for shape in entries)
     dense = dtype not in ("storage", "sums")
     dtype = {"dense": "storage", "sums": "compute"}.get(dtype, dtype)
-    kind, writes = kind.replace("!", ""), "!" in kind
-    return Operand(name, kind, writes, dtype, shapes, dense)
+    return Operand(name, kind, False, dtype, shapes, dense)
 
 
 @dataclass(frozen=True)
@@ -169,355 +169,176 @@ _FLOPS: dict[str, Callable[..., int]] = {
 }
 
 
-def _launch(block: str) -> Launch:
-    title, *lines = block.splitlines()
-    op, name = title.split(": ")
-    return Launch(op, name, tuple(map(_operand, lines)), _FLOPS.get(name, lambda **_: 0))
+def _launches(table: str) -> Iterator[Launch]:
+    shared: dict[str, Operand] = {}
+    for block in table.strip().split("\n\n"):
+        op, text = block.split("\n", 1)
+        defined = dict(shared)
+        for names, definition in re.findall(r"^    ([\w ]+): (.+)$", text, re.MULTILINE):
+            defined |= {name: _operand(name, definition) for name in names.split()}
+        if op == "every op":
+            shared = defined
+        for name, signature in re.findall(r"^  (\w+)\(([\w\s,?!]+)\)$", text, re.MULTILINE):
+            operands = []
+            for word in signature.replace(",", " ").split():
+                operand = defined[word.rstrip("?!")]
+                kind = "Tensor?" if "?" in word else operand.type
+                operands.append(replace(operand, type=kind, writes="!" in word))
+            yield Launch(op, name, tuple(operands), _FLOPS.get(name, lambda **_: 0))
 
 
 _TABLE = """
-layer_norm: layer_norm_forward
-    x          Tensor    storage  (T, D)
-    residual   Tensor?   storage  (T, D)
-    weight     Tensor?   compute  (D)
-    bias       Tensor?   compute  (D)
-    eps        float
-    rms        bool
-    dropout_p  float
-    seed       Tensor?   int64    ()
-    sum        Tensor?!  storage  (T, D)
-    y          Tensor!   storage  (T, D)
-    mean       Tensor?!  compute  (T)
-    rstd       Tensor!   compute  (T)
+every op
+    eps dropout_p source_eps out_eps scale label_smoothing: float
+    rms norm_source source_rms out_rms accumulate norm write_grad reverse: bool
+    seed: Tensor int64 ()
 
-layer_norm: layer_norm_backward
-    sum        Tensor    storage  (T, D)
-    dy         Tensor    storage  (T, D)
-    dsum       Tensor?   storage  (T, D)
-    weight     Tensor?   compute  (D)
-    rms        bool
-    mean       Tensor?   compute  (T)
-    rstd       Tensor    compute  (T)
-    dropout_p  float
-    seed       Tensor?   int64    ()
-    dx         Tensor?!  storage  (T, D)
-    dresidual  Tensor?!  storage  (T, D)
-    dweight    Tensor?!  compute  (D)
-    dbias      Tensor?!  compute  (D)
+layer_norm
+    x residual sum y dy dsum dx dresidual: Tensor storage (T, D)
+    weight bias dweight dbias: Tensor compute (D)
+    mean rstd: Tensor compute (T)
+  layer_norm_forward(x, residual?, weight?, bias?, eps, rms, dropout_p, seed?, sum?!, y!, mean?!,
+      rstd!)
+  layer_norm_backward(sum, dy, dsum?, weight?, rms, mean?, rstd, dropout_p, seed?, dx?!,
+      dresidual?!, dweight?!, dbias?!)
 
-activation: activation_forward
-    h          Tensor   storage  (T, D)
-    bias       Tensor?  compute  (D)
-    kind       str  relu|gelu
-    dropout_p  float
-    seed       Tensor?  int64    ()
-    out        Tensor!  storage  (T, D)
+activation
+    h out dout saved dh: Tensor storage (T, D)
+    bias dbias: Tensor compute (D)
+    kind: str relu|gelu
+  activation_forward(h, bias?, kind, dropout_p, seed?, out!)
+  activation_backward(dout, saved, bias?, kind, dropout_p, seed?, dh!, dbias?!)
 
-activation: activation_backward
-    dout       Tensor    storage  (T, D)
-    saved      Tensor    storage  (T, D)
-    bias       Tensor?   compute  (D)
-    kind       str  relu|gelu
-    dropout_p  float
-    seed       Tensor?   int64    ()
-    dh         Tensor!   storage  (T, D)
-    dbias      Tensor?!  compute  (D)
+boundary
+    branch residual x out dx dout dbranch dresidual: Tensor storage (T, D)
+    states grads: Tensor storage (S, T, D)
+    k: int < states, R
+    near: int[] < states, R
+    weight dweight: Tensor compute (R, R) or (R, R, D)
+    norm_weight norm_bias: Tensor compute (R, D)
+    partial pulled: Tensor sums (T, D)
+    out_norm_weight out_norm_bias dout_norm_weight dout_norm_bias: Tensor compute (D)
+    dnorm_weight dnorm_bias: Tensor compute (D)
+    source_rstd out_mean out_rstd: Tensor compute (T)
+    grad_slot: int < grads
+    pull_rows: int[] < R
+    pull_slots: int[] < grads
+  boundary_forward(branch?, residual?, dropout_p, seed?, states!, k, near, weight, norm_weight?,
+      norm_bias?, norm_source, source_eps, source_rms, partial?, out_norm_weight?, out_norm_bias?,
+      out_eps, out_rms, x?!, out?!, source_rstd?!, out_mean?!, out_rstd?!)
+  boundary_backward(states, k, near, weight, norm_weight?, norm_bias?, norm_source, source_rms,
+      partial?, out_norm_weight?, out_norm_bias?, out_rms, source_rstd?, out_mean?, out_rstd?,
+      dropout_p, seed?, dx?, dout?, grads!, grad_slot, pull_rows, pull_slots, pulled?, dbranch?!,
+      dresidual?!, dweight?!, dnorm_weight?!, dnorm_bias?!, dout_norm_weight?!, dout_norm_bias?!)
 
-boundary: boundary_forward
-    branch           Tensor?   storage  (T, D)
-    residual         Tensor?   storage  (T, D)
-    dropout_p        float
-    seed             Tensor?   int64    ()
-    states           Tensor!   storage  (S, T, D)
-    k                int  < states, R
-    near             int[]  < states, R
-    weight           Tensor    compute  (R, R) or (R, R, D)
-    norm_weight      Tensor?   compute  (R, D)
-    norm_bias        Tensor?   compute  (R, D)
-    norm_source      bool
-    source_eps       float
-    source_rms       bool
-    partial          Tensor?   sums     (T, D)
-    out_norm_weight  Tensor?   compute  (D)
-    out_norm_bias    Tensor?   compute  (D)
-    out_eps          float
-    out_rms          bool
-    x                Tensor?!  storage  (T, D)
-    out              Tensor?!  storage  (T, D)
-    source_rstd      Tensor?!  compute  (T)
-    out_mean         Tensor?!  compute  (T)
-    out_rstd         Tensor?!  compute  (T)
+boundary
+    states grads: Tensor storage (S, T, D)
+    sources: int[] < states, R
+    weight dweight: Tensor compute (R, R) or (R, R, D)
+    rows: int[] < R
+    norm_weight norm_bias: Tensor compute (R, D)
+    out: Tensor sums (B, T, D)
+    out_rows: int[] < out
+    grad_slots: int[] < grads
+  mix_rows(states, sources, weight, rows, norm_weight?, norm_bias?, out!, out_rows, accumulate)
+  pull_rows(grads, grad_slots, rows, states, sources, weight, norm_weight?, norm_bias?, out!,
+      out_rows, accumulate, dweight?!)
 
-boundary: boundary_backward
-    states            Tensor    storage  (S, T, D)
-    k                 int  < states, R
-    near              int[]  < states, R
-    weight            Tensor    compute  (R, R) or (R, R, D)
-    norm_weight       Tensor?   compute  (R, D)
-    norm_bias         Tensor?   compute  (R, D)
-    norm_source       bool
-    source_rms        bool
-    partial           Tensor?   sums     (T, D)
-    out_norm_weight   Tensor?   compute  (D)
-    out_norm_bias     Tensor?   compute  (D)
-    out_rms           bool
-    source_rstd       Tensor?   compute  (T)
-    out_mean          Tensor?   compute  (T)
-    out_rstd          Tensor?   compute  (T)
-    dropout_p         float
-    seed              Tensor?   int64    ()
-    dx                Tensor?   storage  (T, D)
-    dout              Tensor?   storage  (T, D)
-    grads             Tensor!   storage  (S, T, D)
-    grad_slot         int  < grads
-    pull_rows         int[]  < R
-    pull_slots        int[]  < grads
-    pulled            Tensor?   sums     (T, D)
-    dbranch           Tensor?!  storage  (T, D)
-    dresidual         Tensor?!  storage  (T, D)
-    dweight           Tensor?!  compute  (R, R) or (R, R, D)
-    dnorm_weight      Tensor?!  compute  (D)
-    dnorm_bias        Tensor?!  compute  (D)
-    dout_norm_weight  Tensor?!  compute  (D)
-    dout_norm_bias    Tensor?!  compute  (D)
+attention_boundary
+    branch residual x out dx dout dbranch dresidual: Tensor storage (T, D)
+    states grads: Tensor storage (S, T, D)
+    k: int < states, R
+    near: int[] < states, R
+    query dquery: Tensor compute (R, D)
+    bias dbias: Tensor compute (R, R)
+    kind: str softmax|relu
+    partial pulled: Tensor sums (T, D)
+    partial_stats: Tensor compute (2, T)
+    out_norm_weight out_norm_bias dout_norm_weight dout_norm_bias: Tensor compute (D)
+    source_rstd: Tensor compute (R, T)
+    stats: Tensor compute (R, 3, T)
+    out_mean out_rstd: Tensor compute (T)
+    grad_slot: int < grads
+    pull_rows: int[] < R
+    pull_slots: int[] < grads
+  attention_boundary_forward(branch?, residual?, dropout_p, seed?, states!, k, near, query, bias?,
+      kind, eps, partial?, partial_stats?, out_norm_weight?, out_norm_bias?, out_eps, out_rms, x?!,
+      out?!, source_rstd!, stats?!, out_mean?!, out_rstd?!)
+  attention_boundary_backward(states, k, near, query, bias?, kind, partial?, partial_stats?,
+      out_norm_weight?, out_norm_bias?, out_rms, source_rstd, stats?!, out_mean?, out_rstd?,
+      dropout_p, seed?, dx?, dout?, grads!, grad_slot, pull_rows, pull_slots, pulled?, dbranch?!,
+      dresidual?!, dquery?!, dbias?!, dout_norm_weight?!, dout_norm_bias?!)
 
-boundary: mix_rows
-    states       Tensor   storage  (S, T, D)
-    sources      int[]  < states, R
-    weight       Tensor   compute  (R, R) or (R, R, D)
-    rows         int[]  < R
-    norm_weight  Tensor?  compute  (R, D)
-    norm_bias    Tensor?  compute  (R, D)
-    out          Tensor!  sums     (B, T, D)
-    out_rows     int[]  < out
-    accumulate   bool
+attention_boundary
+    states grads: Tensor storage (S, T, D)
+    sources: int[] < states, R
+    query dquery: Tensor compute (R, D)
+    bias dbias: Tensor compute (R, R)
+    kind: str softmax|relu
+    source_rstd: Tensor compute (R, T)
+    rows: int[] < R
+    out: Tensor sums (B, T, D)
+    out_stats: Tensor compute (B, 2, T)
+    out_rows: int[] < out
+    grad_slots: int[] < grads
+    stats: Tensor compute (R, 3, T)
+  attend_rows(states, sources, query, bias?, kind, source_rstd, rows, out!, out_stats?!, out_rows,
+      accumulate)
+  attend_pull(grads, grad_slots, rows, states, sources, query, bias?, kind, source_rstd, stats?,
+      out!, out_rows, accumulate, dquery?!, dbias?!)
 
-boundary: pull_rows
-    grads        Tensor    storage  (S, T, D)
-    grad_slots   int[]  < grads
-    rows         int[]  < R
-    states       Tensor    storage  (S, T, D)
-    sources      int[]  < states, R
-    weight       Tensor    compute  (R, R) or (R, R, D)
-    norm_weight  Tensor?   compute  (R, D)
-    norm_bias    Tensor?   compute  (R, D)
-    out          Tensor!   sums     (B, T, D)
-    out_rows     int[]  < out
-    accumulate   bool
-    dweight      Tensor?!  compute  (R, R) or (R, R, D)
+depth_mix
+    sources dsources: Tensor[] storage (T, D)
+    weight dweight: Tensor compute (K) or (K, D)
+    norm_weight norm_bias dnorm_weight dnorm_bias: Tensor compute (K, D)
+    out dout: Tensor storage (T, D)
+    mean rstd: Tensor compute (K, T)
+  depth_mix_forward(sources, weight, norm_weight?, norm_bias?, norm, eps, out!, mean?!, rstd?!)
+  depth_mix_backward(sources, weight, norm_weight?, norm_bias?, norm, mean?, rstd?, dout, dsources!,
+      dweight?!, dnorm_weight?!, dnorm_bias?!)
 
-attention_boundary: attention_boundary_forward
-    branch           Tensor?   storage  (T, D)
-    residual         Tensor?   storage  (T, D)
-    dropout_p        float
-    seed             Tensor?   int64    ()
-    states           Tensor!   storage  (S, T, D)
-    k                int  < states, R
-    near             int[]  < states, R
-    query            Tensor    compute  (R, D)
-    bias             Tensor?   compute  (R, R)
-    kind             str  softmax|relu
-    eps              float
-    partial          Tensor?   sums     (T, D)
-    partial_stats    Tensor?   compute  (2, T)
-    out_norm_weight  Tensor?   compute  (D)
-    out_norm_bias    Tensor?   compute  (D)
-    out_eps          float
-    out_rms          bool
-    x                Tensor?!  storage  (T, D)
-    out              Tensor?!  storage  (T, D)
-    source_rstd      Tensor!   compute  (R, T)
-    stats            Tensor?!  compute  (R, 3, T)
-    out_mean         Tensor?!  compute  (T)
-    out_rstd         Tensor?!  compute  (T)
+depth_attention
+    sources dsources: Tensor[] storage (T, D)
+    query dquery: Tensor compute (H, D)
+    scores dscores: Tensor compute (T, K, H)
+    out: Tensor dense (T*H, D)
+    lse most total dlse: Tensor compute (T, H)
+    dout: Tensor storage (T*H, D)
+  depth_attention_forward(sources, query?, scores?, norm, eps, out!, lse?!, most?!, total?!)
+  depth_attention_backward(sources, query?, scores?, norm, eps, out?, most?, total?, dout, dlse?,
+      dsources!, dquery?!, dscores?!)
 
-attention_boundary: attention_boundary_backward
-    states            Tensor    storage  (S, T, D)
-    k                 int  < states, R
-    near              int[]  < states, R
-    query             Tensor    compute  (R, D)
-    bias              Tensor?   compute  (R, R)
-    kind              str  softmax|relu
-    partial           Tensor?   sums     (T, D)
-    partial_stats     Tensor?   compute  (2, T)
-    out_norm_weight   Tensor?   compute  (D)
-    out_norm_bias     Tensor?   compute  (D)
-    out_rms           bool
-    source_rstd       Tensor    compute  (R, T)
-    stats             Tensor?!  compute  (R, 3, T)
-    out_mean          Tensor?   compute  (T)
-    out_rstd          Tensor?   compute  (T)
-    dropout_p         float
-    seed              Tensor?   int64    ()
-    dx                Tensor?   storage  (T, D)
-    dout              Tensor?   storage  (T, D)
-    grads             Tensor!   storage  (S, T, D)
-    grad_slot         int  < grads
-    pull_rows         int[]  < R
-    pull_slots        int[]  < grads
-    pulled            Tensor?   sums     (T, D)
-    dbranch           Tensor?!  storage  (T, D)
-    dresidual         Tensor?!  storage  (T, D)
-    dquery            Tensor?!  compute  (R, D)
-    dbias             Tensor?!  compute  (R, R)
-    dout_norm_weight  Tensor?!  compute  (D)
-    dout_norm_bias    Tensor?!  compute  (D)
+attention
+    q o dout dq: Tensor storage (T, H, E)
+    k v dk dv: Tensor storage (Q, G, E)
+    cu_seqlens_q cu_seqlens_k: Tensor int32 (N+1)
+    max_seqlen_q max_seqlen_k left right: int
+    lse: Tensor compute (H, T)
+  attention_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right,
+      scale, dropout_p, seed?, o!, lse!)
+  attention_backward(q, k, v, o, lse, dout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+      left, right, scale, dropout_p, seed?, dq!, dk!, dv!)
 
-attention_boundary: attend_rows
-    states       Tensor    storage  (S, T, D)
-    sources      int[]  < states, R
-    query        Tensor    compute  (R, D)
-    bias         Tensor?   compute  (R, R)
-    kind         str  softmax|relu
-    source_rstd  Tensor    compute  (R, T)
-    rows         int[]  < R
-    out          Tensor!   sums     (B, T, D)
-    out_stats    Tensor?!  compute  (B, 2, T)
-    out_rows     int[]  < out
-    accumulate   bool
+linear_cross_entropy
+    logits: Tensor storage (T, V)
+    target: Tensor int64 (T)
+    ignore_index: int
+    loss nll: Tensor compute (T)
+  cross_entropy(logits!, target, label_smoothing, ignore_index, write_grad, loss!, nll!)
 
-attention_boundary: attend_pull
-    grads        Tensor    storage  (S, T, D)
-    grad_slots   int[]  < grads
-    rows         int[]  < R
-    states       Tensor    storage  (S, T, D)
-    sources      int[]  < states, R
-    query        Tensor    compute  (R, D)
-    bias         Tensor?   compute  (R, R)
-    kind         str  softmax|relu
-    source_rstd  Tensor    compute  (R, T)
-    stats        Tensor?   compute  (R, 3, T)
-    out          Tensor!   sums     (B, T, D)
-    out_rows     int[]  < out
-    accumulate   bool
-    dquery       Tensor?!  compute  (R, D)
-    dbias        Tensor?!  compute  (R, R)
-
-depth_mix: depth_mix_forward
-    sources      Tensor[]  storage  (T, D)
-    weight       Tensor    compute  (K) or (K, D)
-    norm_weight  Tensor?   compute  (K, D)
-    norm_bias    Tensor?   compute  (K, D)
-    norm         bool
-    eps          float
-    out          Tensor!   storage  (T, D)
-    mean         Tensor?!  compute  (K, T)
-    rstd         Tensor?!  compute  (K, T)
-
-depth_mix: depth_mix_backward
-    sources       Tensor[]   storage  (T, D)
-    weight        Tensor     compute  (K) or (K, D)
-    norm_weight   Tensor?    compute  (K, D)
-    norm_bias     Tensor?    compute  (K, D)
-    norm          bool
-    mean          Tensor?    compute  (K, T)
-    rstd          Tensor?    compute  (K, T)
-    dout          Tensor     storage  (T, D)
-    dsources      Tensor[]!  storage  (T, D)
-    dweight       Tensor?!   compute  (K) or (K, D)
-    dnorm_weight  Tensor?!   compute  (K, D)
-    dnorm_bias    Tensor?!   compute  (K, D)
-
-depth_attention: depth_attention_forward
-    sources  Tensor[]  storage  (T, D)
-    query    Tensor?   compute  (H, D)
-    scores   Tensor?   compute  (T, K, H)
-    norm     bool
-    eps      float
-    out      Tensor!   dense    (T*H, D)
-    lse      Tensor?!  compute  (T, H)
-    most     Tensor?!  compute  (T, H)
-    total    Tensor?!  compute  (T, H)
-
-depth_attention: depth_attention_backward
-    sources     Tensor[]   storage  (T, D)
-    query       Tensor?    compute  (H, D)
-    scores      Tensor?    compute  (T, K, H)
-    norm        bool
-    eps         float
-    out         Tensor?    dense    (T*H, D)
-    most        Tensor?    compute  (T, H)
-    total       Tensor?    compute  (T, H)
-    dout        Tensor     storage  (T*H, D)
-    dlse        Tensor?    compute  (T, H)
-    dsources    Tensor[]!  storage  (T, D)
-    dquery      Tensor?!   compute  (H, D)
-    dscores     Tensor?!   compute  (T, K, H)
-
-attention: attention_forward
-    q             Tensor   storage  (T, H, E)
-    k             Tensor   storage  (Q, G, E)
-    v             Tensor   storage  (Q, G, E)
-    cu_seqlens_q  Tensor   int32    (N+1)
-    cu_seqlens_k  Tensor   int32    (N+1)
-    max_seqlen_q  int
-    max_seqlen_k  int
-    left          int
-    right         int
-    scale         float
-    dropout_p     float
-    seed          Tensor?  int64    ()
-    o             Tensor!  storage  (T, H, E)
-    lse           Tensor!  compute  (H, T)
-
-attention: attention_backward
-    q             Tensor   storage  (T, H, E)
-    k             Tensor   storage  (Q, G, E)
-    v             Tensor   storage  (Q, G, E)
-    o             Tensor   storage  (T, H, E)
-    lse           Tensor   compute  (H, T)
-    dout          Tensor   storage  (T, H, E)
-    cu_seqlens_q  Tensor   int32    (N+1)
-    cu_seqlens_k  Tensor   int32    (N+1)
-    max_seqlen_q  int
-    max_seqlen_k  int
-    left          int
-    right         int
-    scale         float
-    dropout_p     float
-    seed          Tensor?  int64    ()
-    dq            Tensor!  storage  (T, H, E)
-    dk            Tensor!  storage  (Q, G, E)
-    dv            Tensor!  storage  (Q, G, E)
-
-linear_cross_entropy: cross_entropy
-    logits           Tensor!  storage  (T, V)
-    target           Tensor   int64    (T)
-    label_smoothing  float
-    ignore_index     int
-    write_grad       bool
-    loss             Tensor!  compute  (T)
-    nll              Tensor!  compute  (T)
-
-peephole_lstm: peephole_lstm_forward
-    f         Tensor    dense    (P, N, 4*H)
-    weight    Tensor    dense    (H, 4*H)
-    peephole  Tensor    compute  (3, H)
-    h0        Tensor?   dense    (N, H)
-    c0        Tensor?   compute  (N, H)
-    lengths   Tensor?   int64    (N)
-    reverse   bool
-    h         Tensor!   dense    (P, N, H)
-    h_last    Tensor!   dense    (N, H)
-    c_last    Tensor!   compute  (N, H)
-    c         Tensor?!  compute  (P, N, H)
-    gates     Tensor?!  dense    (P, N, 4*H)
-
-peephole_lstm: peephole_lstm_backward
-    dh         Tensor?   dense    (P, N, H)
-    dh_last    Tensor?   dense    (N, H)
-    dc_last    Tensor?   compute  (N, H)
-    weight     Tensor    dense    (H, 4*H)
-    peephole   Tensor    compute  (3, H)
-    c0         Tensor?   compute  (N, H)
-    lengths    Tensor?   int64    (N)
-    reverse    bool
-    c          Tensor    compute  (P, N, H)
-    gates      Tensor    dense    (P, N, 4*H)
-    df         Tensor!   dense    (P, N, 4*H)
-    dh0        Tensor?!  dense    (N, H)
-    dc0        Tensor?!  compute  (N, H)
-    dpeephole  Tensor!   compute  (3, H)
+peephole_lstm
+    f gates df: Tensor dense (P, N, 4*H)
+    weight: Tensor dense (H, 4*H)
+    peephole dpeephole: Tensor compute (3, H)
+    h0 h_last dh_last dh0: Tensor dense (N, H)
+    c0 c_last dc_last dc0: Tensor compute (N, H)
+    lengths: Tensor int64 (N)
+    h dh: Tensor dense (P, N, H)
+    c: Tensor compute (P, N, H)
+  peephole_lstm_forward(f, weight, peephole, h0?, c0?, lengths?, reverse, h!, h_last!, c_last!, c?!,
+      gates?!)
+  peephole_lstm_backward(dh?, dh_last?, dc_last?, weight, peephole, c0?, lengths?, reverse, c,
+      gates, df!, dh0?!, dc0?!, dpeephole!)
 """
 
-LAUNCHES = {launch.name: launch for launch in map(_launch, _TABLE.strip().split("\n\n"))}
+LAUNCHES = {launch.name: launch for launch in _launches(_TABLE)}

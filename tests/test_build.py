@@ -33,17 +33,13 @@ def test_one_kernel_file_per_op():
 def test_kernels_use_no_standard_templates():
     """The linker may replace a portable inline std template by one built for AVX-512."""
     # Only types, which produce no code.
-    TYPES = {
-        "std::align_val_t", "std::conditional_t", "std::integer_sequence",
-        "std::make_integer_sequence",
-    }  # fmt: skip
+    types = "align_val_t", "conditional_t", "integer_sequence", "make_integer_sequence"
+    headers = {"stdint.h", "string.h", "new", "utility", "immintrin.h", "cstdint"}
     kernel_headers = ("exp.h", "normal.h", "panels.h", "rows.h", "simd.h", "transpose.h")
     for path in [*(CSRC / "cpu").glob("*_kernel.cpp"), *(CSRC / "cpu" / h for h in kernel_headers)]:
         code = re.sub(r"//.*", "", path.read_text())
-        assert set(re.findall(r"std::\w+", code)) <= TYPES, path
-        assert set(re.findall(r"#include <(\S+)>", code)) <= {
-            "stdint.h", "string.h", "new", "utility", "immintrin.h", "cstdint",
-        }, path  # fmt: skip
+        assert set(re.findall(r"std::(\w+)", code)) <= set(types), path
+        assert set(re.findall(r"#include <(\S+)>", code)) <= headers, path
 
 
 def test_only_kernels_are_compiled_for_an_instruction_set():
@@ -85,16 +81,13 @@ COMPACT = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("level", [
-    pytest.param(level, marks=pytest.mark.skipif(not supported(level), reason=f"no {level} here"))
-    for level in LEVELS
-])  # fmt: skip
+@pytest.mark.parametrize("level", LEVELS)
 def test_instruction_set_agrees(python, level):
     """Every op and dtype against float64, in its own process, forced to one level."""
-    tests = COMPACT
-    if level == backend.build_info()["cpu"]:
-        # This process runs that level, so all other tests test it.
-        tests = COMPACT[:1]
+    if not supported(level):
+        pytest.skip(f"no {level} here")
+    # This process runs one of the levels, so all other tests test it.
+    tests = COMPACT[:1] if level == backend.build_info()["cpu"] else COMPACT
     script = (
         "import sys, pytest\n"
         "from deepfast import backend\n"

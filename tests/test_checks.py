@@ -34,7 +34,7 @@ def test_what_is_right_passes():
         (lambda: checks.choice("op", ("a", None), kind=numpy.zeros(2)), "a, None, got array.*"),
         (lambda: checks.choice("op", ("a", None), kind=0), "kind must be one of a, None, got 0"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_a_sentence(check, sentence):
     with pytest.raises(ValueError, match=f"{sentence}$"):
         check()

@@ -66,19 +66,20 @@ def test_the_name_has_a_digest_of_the_sources(monkeypatch, tmp_path):
 @pytest.mark.parametrize("place", ["package", "cache"])
 def test_a_library_with_another_key_is_ignored(package, place):
     assert library.load()[1].startswith(f"the C++ ops of {package} are not compiled; ")
-    folder = package if place == "package" else library.cache_folder() / "torch-2.9.0"
-    other = folder / library.file_name() if place == "cache" else folder / f"_C.old{library.SUFFIX}"
+    other = package / f"_C.old{library.SUFFIX}"
+    if place == "cache":
+        other = library.cache_folder() / "torch-2.9.0" / library.file_name()
     other.parent.mkdir(parents=True, exist_ok=True)
     other.write_text("not a library")
-    found, reason = library.load()
-    assert found is None
+    module, reason = library.load()
+    assert module is None
     assert f"{other} is built from other sources or for another torch; `{library.BUILD}`" in reason
 
 
 def test_a_library_that_does_not_load_is_a_reason(package):
     library.in_package().write_text("not a library")
-    found, reason = library.load()
-    assert found is None
+    module, reason = library.load()
+    assert module is None
     assert reason.startswith("the C++ ops do not load: ")
     assert str(library.in_package()) in reason
 
@@ -164,17 +165,21 @@ def test_a_compiler_that_fails_is_one_sentence(compiler, package, capsys):
     assert not any(package.iterdir())
 
 
-@pytest.mark.parametrize(("variables", "error"), [
-    ({"PATH": ""}, "found no C++ compiler: install g++ or clang++, or set CXX to one"),
-    ({"CXX": "/nope/g++"}, "CXX: expected a program, got '/nope/g++'"),
-    ({"CXX": "'"}, """CXX: expected a program, got "'\""""),
-    ({"MAX_JOBS": "0"}, "MAX_JOBS: expected a positive integer, got '0'"),
-    ({"MAX_JOBS": "all"}, "MAX_JOBS: expected a positive integer, got 'all'"),
-])  # fmt: skip
-def test_what_cannot_compile_is_one_sentence(package, monkeypatch, capsys, variables, error):
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("PATH", "", "found no C++ compiler: install g++ or clang++, or set CXX to one"),
+        ("CXX", "/nope/g++", "CXX: expected a program, got '/nope/g++'"),
+        ("CXX", "'", """CXX: expected a program, got "'\""""),
+        ("MAX_JOBS", "0", "MAX_JOBS: expected a positive integer, got '0'"),
+        ("MAX_JOBS", "all", "MAX_JOBS: expected a positive integer, got 'all'"),
+    ],
+)
+def test_a_build_that_cannot_begin_is_one_sentence(
+    package, monkeypatch, capsys, variable, value, error
+):
     monkeypatch.delenv("CXX", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, value)
     assert main(["build"]) == 1
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"deepfast build: {error}\n")

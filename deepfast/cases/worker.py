@@ -74,7 +74,7 @@ def result_of(job: dict, say: Callable[..., None]) -> dict:
                 case = sizes.typical(op, width, device.type)
                 times[str(width)] = check.seconds(case, job["by"], dtype, device, begin, ROUNDS)
             return result | {"seconds": times}
-        for case in sizes.cases(op, device.type, widths, job["thorough"]):
+        for case in sizes.cases(op, device.type, widths, job.get("thorough", False)):
             begin(result["by"])
             error = check.fault(case, result["by"], dtype, device)
             if error is not None:

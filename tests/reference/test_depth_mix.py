@@ -29,8 +29,6 @@ def test_equations_8_and_9(row, norm, extra, normalize_embedding, rms):
     z = [normalised(x, k) if norm == "pre" else x for k, x in enumerate(y)]
     expected = sum(w[row, k] * z[k] for k in range(row + 1))
     expected = normalised(expected, row) if norm == "post" else expected
-    got = dlcl(
-        y, row, w, norm=norm, norm_weight=gain, norm_bias=None if rms else shift,
-        normalize_embedding=normalize_embedding, rms=rms,
-    )  # fmt: skip
+    norms = {"norm": norm, "norm_weight": gain, "norm_bias": None if rms else shift, "rms": rms}
+    got = dlcl(y, row, w, **norms, normalize_embedding=normalize_embedding)
     torch.testing.assert_close(got, expected)

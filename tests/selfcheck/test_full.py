@@ -12,10 +12,9 @@ from deepfast.cli import main
 from deepfast.selfcheck import full, store
 from tests.selfcheck import faults
 
-CPU = torch.device("cpu")
+CPU, FP32 = torch.device("cpu"), torch.float32
 CASE = "odd width, rows apart, residual, dropout"
-JOB = {"op": "layer_norm", "by": ["triton"], "dtype": "float32", "device": "cpu",
-       "thorough": False}  # fmt: skip
+JOB = {"op": "layer_norm", "by": ["triton"], "dtype": "float32", "device": "cpu"}
 
 
 def test_every_op_has_cases():
@@ -32,10 +31,13 @@ def test_the_bias_of_relu_scores_is_compared():
 # ---- one job -------------------------------------------------------------------------------------
 
 SAID = {
-    "wrong": "output 0: error 1, allowed", "odd": "output 0: error ",
-    "not_finite": "output 0: not finite", "unsteady": "output 0: another run gave other bits",
-    "raises": "RuntimeError: broken on purpose", "memory": "OutOfMemoryError: Tried to allocate",
-}  # fmt: skip
+    "wrong": "output 0: error 1, allowed",
+    "odd": "output 0: error ",
+    "not_finite": "output 0: not finite",
+    "unsteady": "output 0: another run gave other bits",
+    "raises": "RuntimeError: broken on purpose",
+    "memory": "OutOfMemoryError: Tried to allocate",
+}
 
 
 @pytest.mark.parametrize("fault", [None, *SAID])
@@ -133,8 +135,8 @@ def start(device, monkeypatch):
     return errors
 
 
-def command(*words):
-    return main(["selfcheck", "--device", "cpu", "--op", "layer_norm", *words])
+def command(*words, op="layer_norm"):
+    return main(["selfcheck", "--device", "cpu", "--op", op, *words])
 
 
 def test_the_command_checks_prints_and_keeps(start, capsys, tmp_path):
@@ -160,15 +162,15 @@ def test_a_wrong_kernel_does_not_serve(start, capsys):
     found = json.loads(capsys.readouterr().out)
     assert "layer_norm triton float32: broken on purpose" in found["lines"]
     assert "NOT USED: broken on purpose" in "".join(store.of(CPU).lines())
-    assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "cpu"
-    assert backend.choose("layer_norm", None, CPU, torch.bfloat16, 8)[0] == "triton"
+    chosen = [backend.chosen("layer_norm", None, CPU, d, 8) for d in (FP32, torch.bfloat16)]
+    assert chosen == ["cpu", "triton"]
     start.clear()
     assert command() == 0
-    assert backend.choose("layer_norm", None, CPU, torch.float32, 8)[0] == "triton"
+    assert backend.chosen("layer_norm", None, CPU, FP32, 8) == "triton"
 
 
 def test_what_is_said_of_a_step_comes_first(start, capsys):
-    assert main(["selfcheck", "--device", "cpu", "--op", "boundary"]) == 0
+    assert command(op="boundary") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "training step: no step"
     assert lines[2].startswith("boundary triton ")
@@ -213,11 +215,13 @@ def test_what_memory_or_times_say(start, capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(("--op", "softmax"), "--op: expected one of layer_norm, "),
-     (("--device", "tpu9"), "--device: expected a GPU such as cuda:1 (elsewhere"),
-     (("--device", "cpu"), "elsewhere there is nothing to check"),
-     (("--device", "cuda:99"), "--device: expected a device of this machine, got 'cuda:99'")],
-)  # fmt: skip
+    [
+        (("--op", "softmax"), "--op: expected one of layer_norm, "),
+        (("--device", "tpu9"), "--device: expected a GPU such as cuda:1 (elsewhere"),
+        (("--device", "cpu"), "elsewhere there is nothing to check"),
+        (("--device", "cuda:99"), "--device: expected a device of this machine, got 'cuda:99'"),
+    ],
+)
 def test_the_command_refuses_in_one_sentence(capsys, words, said):
     assert main(["selfcheck", *words]) == 1
     assert said in capsys.readouterr().err
