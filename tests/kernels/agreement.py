@@ -22,13 +22,14 @@ ROWS, SLOT = 10, 4
 
 SIZES = {"R": ROWS, "S": ROWS + 1, "B": 4, "K": 3, "H": 1, "V": 19, "P": 2, "N": 3}
 NUMBERS = {
-    "eps": 1e-5, "source_eps": 1e-5, "out_eps": 1e-5, "rms": False, "source_rms": False,
-    "out_rms": False, "dropout_p": 0.3, "kind": "softmax", "k": SLOT, "near": [2, 3, 4],
-    "norm_source": True, "norm": True, "grad_slot": SLOT + 1, "pull_rows": [4, 5, 6, 7, 8, 9],
-    "pull_slots": [5, 6, 7, 8, 9, 10], "sources": [0, 1, 2], "rows": [4, 5, 7],
-    "grad_slots": [5, 6, 8], "out_rows": [1, 2, 3], "accumulate": False, "label_smoothing": 0.1,
-    "ignore_index": -1, "write_grad": True, "reverse": False,
-}  # fmt: skip
+    **dict.fromkeys(("eps", "source_eps", "out_eps"), 1e-5),
+    **dict.fromkeys(("rms", "source_rms", "out_rms", "accumulate", "reverse"), False),
+    **dict.fromkeys(("norm", "norm_source", "write_grad"), True),
+    **{"dropout_p": 0.3, "kind": "softmax", "label_smoothing": 0.1, "ignore_index": -1},
+    **{"k": SLOT, "near": [2, 3, 4], "grad_slot": SLOT + 1, "out_rows": [1, 2, 3]},
+    **{"pull_rows": [4, 5, 6, 7, 8, 9], "pull_slots": [5, 6, 7, 8, 9, 10]},
+    **{"sources": [0, 1, 2], "rows": [4, 5, 7], "grad_slots": [5, 6, 8]},
+}
 ABSENT = {
     "depth_attention_forward": {"scores": None},
     "depth_attention_backward": {"scores": None, "dscores": None},
@@ -97,10 +98,8 @@ def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
     made |= {name: made[x] for name, x in given.items() if name == "grads" and isinstance(x, str)}
     getattr(launches, name)(**made)
     results = {o.name: made[o.name] for o in LAUNCHES[name].operands if o.writes}
-    return {
-        key: torch.stack(x) if isinstance(x, list) else x
-        for key, x in results.items() if x is not None and len(x)
-    }  # fmt: skip
+    results = {key: x for key, x in results.items() if x is not None and len(x)}
+    return {key: torch.stack(x) if isinstance(x, list) else x for key, x in results.items()}
 
 
 def agree(tolerances, kernels, name: str, dtype, layout=plain, **given) -> dict:

@@ -66,10 +66,12 @@ class Keys:
         self.keys.setdefault((kernel.__name__, str(key)), set()).add(self.ours)
 
     def faults(self) -> list[str]:
-        return [f"{name} {ours}: {len(theirs)} kernels of Triton"
-                for (name, ours), theirs in self.theirs.items() if len(theirs) > 1] + [
-            f"{name} {theirs}: {len(ours)} keys"
-            for (name, theirs), ours in self.keys.items() if len(ours) > 1]  # fmt: skip
+        faults = []
+        for what, table in (("kernels of Triton", self.theirs), ("keys", self.keys)):
+            faults += [
+                f"{k}: {len(others)} {what}" for k, others in table.items() if len(others) > 1
+            ]
+        return faults
 
 
 # ---- one case ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def call(launch, name, dtype, sizes, *, absent=(), lists=None, **given):
         else:
             x = tensor(*shape, dtype=kind)
         given[operand.name] = [x] * lists if operand.type == "Tensor[]" else x
-    launch(LAUNCHES[name].record(**given))
+    launch(LAUNCHES[name].record(*(given[name] for name in LAUNCHES[name].names)))
 
 
 def layer_norm_forward(launch, D, dtype=BF16, fused=False, rms=False):
@@ -95,99 +95,87 @@ def depth_attention_backward(launch, K, D, H=1, dtype=BF16, scored=False, weight
     attended(launch, "depth_attention_backward", K, H, D, dtype, scored, weighted)
 
 
-def engine(launch, name, D, dtype, B=1, **given):
+NUMBERS = {"dropout_p": 0.1, "norm_source": True, "eps": 1e-6, "source_eps": 1e-5, "out_eps": 1e-5}
+NO_BIAS = "norm_bias", "out_mean", "out_norm_bias", "dnorm_bias", "dout_norm_bias"
+
+
+def engine(launch, name, D, dtype, B=1, rms=False, **given):
     """A launch over the states of a stack."""
     sizes = {"T": T, "D": D, "R": LAYERS + 1, "S": LAYERS + 2, "B": B}
-    call(launch, name, dtype, sizes, **given)
+    given |= NUMBERS | {"source_rms": rms, "out_rms": rms, "accumulate": False}
+    call(launch, name, dtype, sizes, absent=NO_BIAS if rms else (), **given)
+
+
+def mix(launch, name, B, D, dtype, **kind):
+    first = LAYERS + 1 - B
+    lists = {"rows": list(range(first, LAYERS + 1)), "out_rows": list(range(B))}
+    engine(launch, name, D, dtype, B, sources=list(range(first)), **lists, **kind)
+
+
+def pull(launch, name, B, D, dtype, **kind):
+    rows, sources = list(range(B, LAYERS + 1)), list(range(B))
+    lists = {"rows": rows, "grad_slots": [r + 1 for r in rows], "out_rows": sources}
+    engine(launch, name, D, dtype, B, sources=sources, **lists, **kind)
+
+
+def forward(launch, name, near, D, dtype, rms, **kind):
+    engine(launch, name, D, dtype, rms=rms, k=31, near=list(range(32 - near, 32)), **kind)
+
+
+def backward(launch, name, near, D, dtype, rms, **kind):
+    """A state in the middle of its block of ``near``."""
+    k, pulls = 23 + near // 2, near - near // 2 + 1
+    rows, slots = list(range(k, k + pulls)), list(range(k + 1, k + 1 + pulls))
+    lists = {"near": list(range(24, k + 1)), "pull_rows": rows, "pull_slots": slots}
+    engine(launch, name, D, dtype, rms=rms, k=k, grad_slot=k + 1, **lists, **kind)
 
 
 def mix_rows(launch, B, D, dtype=BF16):
-    first = LAYERS + 1 - B
-    engine(
-        launch, "mix_rows", D, dtype, B, sources=list(range(first)),
-        rows=list(range(first, LAYERS + 1)), out_rows=list(range(B)), accumulate=False,
-    )  # fmt: skip
+    mix(launch, "mix_rows", B, D, dtype)
 
 
 def pull_rows(launch, B, D, dtype=BF16):
-    rows = list(range(B, LAYERS + 1))
-    engine(
-        launch, "pull_rows", D, dtype, B, grad_slots=[r + 1 for r in rows], rows=rows,
-        sources=list(range(B)), out_rows=list(range(B)), accumulate=False,
-    )  # fmt: skip
+    pull(launch, "pull_rows", B, D, dtype)
 
 
 def boundary_forward(launch, near, D, dtype=BF16, rms=False):
-    engine(
-        launch, "boundary_forward", D, dtype, dropout_p=0.1, k=31,
-        near=list(range(32 - near, 32)), norm_source=True, source_eps=1e-5, out_eps=1e-5,
-        source_rms=rms, out_rms=rms,
-        absent=("norm_bias", "out_mean", "out_norm_bias") if rms else (),
-    )  # fmt: skip
+    forward(launch, "boundary_forward", near, D, dtype, rms)
 
 
 def boundary_backward(launch, near, D, dtype=BF16, rms=False):
-    """A state in the middle of its block of ``near``."""
-    absent = "norm_bias", "out_mean", "out_norm_bias", "dnorm_bias", "dout_norm_bias"
-    k, pulls = 23 + near // 2, near - near // 2 + 1
-    engine(
-        launch, "boundary_backward", D, dtype, k=k, near=list(range(24, k + 1)), norm_source=True,
-        dropout_p=0.1, grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)), source_rms=rms, out_rms=rms,
-        absent=absent if rms else (),
-    )  # fmt: skip
-
-
-def attend_rows(launch, B, D, dtype=BF16, kind="softmax"):
-    first = LAYERS + 1 - B
-    engine(
-        launch, "attend_rows", D, dtype, B, kind=kind, **by_kind(kind, "out_stats"),
-        sources=list(range(first)), rows=list(range(first, LAYERS + 1)), out_rows=list(range(B)),
-        accumulate=False,
-    )  # fmt: skip
-
-
-def attend_pull(launch, B, D, dtype=BF16, kind="softmax"):
-    rows = list(range(B, LAYERS + 1))
-    engine(
-        launch, "attend_pull", D, dtype, B, kind=kind, **by_kind(kind, "stats", "dbias"),
-        grad_slots=[r + 1 for r in rows], rows=rows, sources=list(range(B)),
-        out_rows=list(range(B)), accumulate=False,
-    )  # fmt: skip
+    backward(launch, "boundary_backward", near, D, dtype, rms)
 
 
 def by_kind(kind, stats, *gradients):
     """Attention residuals have statistics by softmax, and a bias by ReLU."""
-    return {stats: None} if kind == "relu" else dict.fromkeys(("bias", *gradients))
+    return {"kind": kind} | (
+        {stats: None} if kind == "relu" else dict.fromkeys(("bias", *gradients))
+    )
+
+
+def attend_rows(launch, B, D, dtype=BF16, kind="softmax"):
+    mix(launch, "attend_rows", B, D, dtype, **by_kind(kind, "out_stats"))
+
+
+def attend_pull(launch, B, D, dtype=BF16, kind="softmax"):
+    pull(launch, "attend_pull", B, D, dtype, **by_kind(kind, "stats", "dbias"))
 
 
 def attention_boundary_forward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
-    engine(
-        launch, "attention_boundary_forward", D, dtype, kind=kind, **by_kind(kind, "stats"),
-        dropout_p=0.1, k=31, near=list(range(32 - near, 32)), eps=1e-6, out_eps=1e-5,
-        out_rms=rms, absent=("out_mean", "out_norm_bias") if rms else (),
-    )  # fmt: skip
+    name = "attention_boundary_forward"
+    forward(launch, name, near, D, dtype, rms, **by_kind(kind, "stats"))
 
 
 def attention_boundary_backward(launch, near, D, dtype=BF16, kind="softmax", rms=False):
-    """A state in the middle of its block of ``near``."""
-    k, pulls = 23 + near // 2, near - near // 2 + 1
-    engine(
-        launch, "attention_boundary_backward", D, dtype, kind=kind,
-        **by_kind(kind, "stats", "dbias"), k=k, near=list(range(24, k + 1)), dropout_p=0.1,
-        grad_slot=k + 1, pull_rows=list(range(k, k + pulls)),
-        pull_slots=list(range(k + 1, k + 1 + pulls)), out_rms=rms,
-        absent=("out_mean", "out_norm_bias", "dout_norm_bias") if rms else (),
-    )  # fmt: skip
+    name = "attention_boundary_backward"
+    backward(launch, name, near, D, dtype, rms, **by_kind(kind, "stats", "dbias"))
 
 
 def attention(launch, name, length, causal=False, dtype=BF16, heads=8, group=1, left=-1, width=64):
     keys = heads // group
     sizes = {"T": T, "Q": T, "H": heads, "G": keys, "E": width, "N": 256}
-    given = {
-        "max_seqlen_q": length, "max_seqlen_k": length, "left": left,
-        "right": 0 if causal else left, "scale": width**-0.5, "dropout_p": 0.1,
-    }  # fmt: skip
+    given = {"max_seqlen_q": length, "max_seqlen_k": length, "dropout_p": 0.1}
+    given |= {"left": left, "right": 0 if causal else left, "scale": width**-0.5}
     # As a projection gives them: views of one packed tensor.
     for d in ("", "d") if name == "attention_backward" else ("",):
         packed = tensor(T, heads + 2 * keys, width, dtype=dtype).split((heads, keys, keys), 1)
@@ -205,11 +193,9 @@ def attention_backward(launch, length, **options):
 
 def cross_entropy(launch, V, dtype=BF16, rows=256):
     # One tensor of both losses, as in the op.
-    loss, nll = tensor(2, rows)
-    call(
-        launch, "cross_entropy", dtype, {"T": rows, "V": V}, label_smoothing=0.1,
-        ignore_index=-100, write_grad=True, loss=loss, nll=nll,
-    )  # fmt: skip
+    given = dict(zip(("loss", "nll"), tensor(2, rows), strict=True))
+    given |= {"label_smoothing": 0.1, "ignore_index": -100, "write_grad": True}
+    call(launch, "cross_entropy", dtype, {"T": rows, "V": V}, **given)
 
 
 def peephole_lstm_forward(launch, H, dtype=BF16):
@@ -233,12 +219,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [
-            str(value).removeprefix("torch.") if key == "dtype"
-            else key if value is True else f"{key}={value}"
-            for key, value in ({"dtype": BF16} | self.sizes).items()
-        ]  # fmt: skip
-        return " ".join([self.call.__name__, *words])
+        dtype, *sizes = ({"dtype": BF16} | self.sizes).items()
+        words = [key if value is True else f"{key}={value}" for key, value in sizes]
+        return " ".join([self.call.__name__, str(dtype[1]).removeprefix("torch."), *words])
 
 
 def every(module, *calls, **sizes):
@@ -257,9 +240,7 @@ DEPTH_ATTENTION = ("depth_attention", depth_attention_forward, depth_attention_b
 ENGINE = ("mix_rows", mix_rows, pull_rows)
 BOUNDARY = ("boundary", boundary_forward, boundary_backward)
 ATTEND = ("attend_rows", attend_rows, attend_pull)
-ATTENTION_BOUNDARY = (
-    "attention_boundary", attention_boundary_forward, attention_boundary_backward,
-)  # fmt: skip
+ATTENTION_BOUNDARY = "attention_boundary", attention_boundary_forward, attention_boundary_backward
 LSTM = ("peephole_lstm", peephole_lstm_forward, peephole_lstm_backward)
 ATTENTION = ("attention", attention_forward, attention_backward)
 

@@ -40,7 +40,5 @@ def faults(name: str, target: int, code: list[str], shared: int, version: str) -
         "atomics": (sum(op in ATOMICS for op in code), 0),
         "shared memory": (shared, SHARED[target]),
     }
-    return [
-        f"{what}: expected at most {most}, got {got}"
-        for what, (got, most) in found.items() if got > most
-    ]  # fmt: skip
+    too_much = {what: counts for what, counts in found.items() if counts[0] > counts[1]}
+    return [f"{what}: expected at most {most}, got {n}" for what, (n, most) in too_much.items()]

@@ -54,13 +54,11 @@ def begins(lengths):
 
 def operands(queries, keys, heads, width, causal, dropout_p, of_keys=None, window=(-1, -1)):
     """Sizes and operands of both launches, but not o and lse."""
-    given = {
-        "T": sum(queries), "Q": sum(keys), "N": len(queries), "H": heads, "G": of_keys or heads,
-        "E": width, "cu_seqlens_q": begins(queries), "cu_seqlens_k": begins(keys),
-        "max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0),
-        "left": window[0], "right": 0 if causal else window[1], "scale": width**-0.5,
-        "dropout_p": dropout_p,
-    }  # fmt: skip
+    given = {"T": sum(queries), "Q": sum(keys), "N": len(queries), "E": width, "H": heads}
+    given |= {"G": of_keys or heads, "scale": width**-0.5, "dropout_p": dropout_p}
+    given |= {"cu_seqlens_q": begins(queries), "cu_seqlens_k": begins(keys)}
+    given |= {"max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0)}
+    given |= {"left": window[0], "right": 0 if causal else window[1]}
     T, Q, H, G, E = (given[size] for size in "TQHGE")
     return given | {"q": torch.randn(T, H, E), "k": torch.randn(Q, G, E), "v": torch.randn(Q, G, E)}
 
@@ -89,11 +87,10 @@ def test_equals_the_reference(case, layout, dtype, tolerances, poison):
     agrees(tolerances, dtype, operands(*CASES[case]), layout)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["one tile", "more queries than a tile", "129 keys", "groups", "groups, long",
-     "causal window, long"],
-)  # fmt: skip
+FEW = "one tile", "more queries than a tile", "129 keys", "groups", "groups, long"
+
+
+@pytest.mark.parametrize("case", [*FEW, "causal window, long"])
 @pytest.mark.parametrize("name", [FORWARD, BACKWARD])
 def test_two_runs_are_the_same_to_the_bit(name, case):
     given = numbers(name, **with_results(operands(*CASES[case]), FP16))

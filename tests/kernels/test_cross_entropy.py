@@ -16,8 +16,8 @@ SHAPES = [(0, 64), (1, 1), (5, 17), (3, 512), (4, 1001), (2, 4096), (2, 8195), (
 def operands(T, V):
     target = torch.randint(V, (T,))
     target[1::3] = IGNORED
-    return {"T": T, "V": V, "logits": 3 * torch.randn(T, V), "target": target,
-            "ignore_index": IGNORED}  # fmt: skip
+    given = {"T": T, "V": V, "logits": 3 * torch.randn(T, V)}
+    return given | {"target": target, "ignore_index": IGNORED}
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -35,10 +35,8 @@ def test_options(tolerances, kernels, smoothing, write_grad):
 
 def losses(launches, x, target, smoothing=0.0):
     x, loss, nll = x.clone(), *torch.full((2, len(target)), math.nan)
-    launches.cross_entropy(
-        logits=x, target=target, label_smoothing=smoothing, ignore_index=IGNORED, write_grad=True,
-        loss=loss, nll=nll,
-    )  # fmt: skip
+    options = {"label_smoothing": smoothing, "ignore_index": IGNORED, "write_grad": True}
+    launches.cross_entropy(logits=x, target=target, loss=loss, nll=nll, **options)
     return {"dlogits": x, "loss": loss, "nll": nll}
 
 

@@ -6,8 +6,8 @@ import torch
 from tests.kernels.agreement import LOW, agree, apart
 
 WAYS = (torch.float32, torch.bfloat16)
-NO_NORM = {"norm": False, "norm_weight": None, "norm_bias": None, "mean": None, "rstd": None,
-           "dnorm_weight": None, "dnorm_bias": None}  # fmt: skip
+NO_NORM = {"norm": False} | dict.fromkeys(("norm_weight", "norm_bias", "mean", "rstd"))
+NO_NORM |= {"dnorm_weight": None, "dnorm_bias": None}
 QUERY = {"scores": None, "dscores": None}
 SCORES = {"query": None, "dquery": None, "norm": False}
 NO_SOFTMAX = SCORES | dict.fromkeys(("lse", "most", "total", "dlse"))
@@ -73,9 +73,9 @@ def test_depth_attention(count, hops, given, dtype, tolerances, poison, kernels)
     ids=str,
 )
 def test_depth_attention_with_optional_operands(options, hops, dtype, tolerances, poison, kernels):
-    sizes = {"T": 5, "D": 40, "H": hops}
-    agree(tolerances, kernels, "depth_attention_backward", dtype, apart, **sizes,
-          **{"out": None} | options if options.get("most", 1) is None else options)  # fmt: skip
+    given = {"T": 5, "D": 40, "H": hops} | options
+    given |= {"out": None} if options.get("most", 1) is None else {}
+    agree(tolerances, kernels, "depth_attention_backward", dtype, apart, **given)
 
 
 @pytest.mark.parametrize("hops", [1, 2])
@@ -84,9 +84,8 @@ def test_sources_left_out(hops, kernels):
     x, scores = torch.randn(20, 4, 8), torch.randn(4, 20, hops)
     scores[:, :17] = -torch.inf
     out, (lse, most, total) = torch.empty(4 * hops, 8), torch.empty(3, 4, hops)
-    kernels("depth_attention").depth_attention_forward(
-        sources=list(x), scores=scores, norm=False, eps=1e-6, out=out, lse=lse, most=most,
-        total=total,
-    )  # fmt: skip
+    results = {"out": out, "lse": lse, "most": most, "total": total}
+    launch = kernels("depth_attention").depth_attention_forward
+    launch(sources=list(x), scores=scores, norm=False, eps=1e-6, **results)
     exact = torch.einsum("tkh,ktd->thd", scores[:, 17:].softmax(1), x[17:])
     torch.testing.assert_close(out, exact.flatten(0, 1))

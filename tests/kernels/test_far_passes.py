@@ -16,8 +16,8 @@ NO_NORM = {"norm_weight": None, "norm_bias": None}
 def lists(name, sources, rows, inplace=True):
     sources, rows = list(sources), list(rows)
     written = rows if name in MIX else sources
-    given = {"R": ROWS, "S": ROWS + 1, "B": len(written) + 1, "sources": sources, "rows": rows,
-             "out_rows": list(range(1, len(written) + 1))}  # fmt: skip
+    given = {"R": ROWS, "S": ROWS + 1, "B": len(written) + 1, "sources": sources, "rows": rows}
+    given["out_rows"] = list(range(1, len(written) + 1))
     if name in PULL:
         given["grad_slots"] = [row + inplace for row in rows]
         given |= {"grads": "states"} if inplace and name == "pull_rows" else {}
@@ -112,8 +112,8 @@ def test_attend_rows_over_no_states(dtype, kernels):
 def test_scores_of_minus_infinity_have_no_weight(dtype, kernels):
     bias = torch.zeros(ROWS, ROWS)
     bias[:, [0, 2]] = float("-inf")
-    given = numbers("attend_rows", T=3, D=17, **lists("attend_rows", range(4), [5]) | {
-        "source_rstd": 0.5 + torch.rand(ROWS, 3)})  # fmt: skip
+    given = lists("attend_rows", range(4), [5]) | {"source_rstd": 0.5 + torch.rand(ROWS, 3)}
+    given = numbers("attend_rows", T=3, D=17, **given)
     got, expected = (
         run(kernels("attention_boundary"), "attend_rows", given | more, dtype, dtype)
         for more in ({"bias": bias}, {"bias": None, "sources": [1, 3]})

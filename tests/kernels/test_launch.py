@@ -37,10 +37,14 @@ class Compiler:
     def __init__(self):
         names = enumerate(self.arg_names)
         self.params = [
-            SimpleNamespace(num=i, is_constexpr=name == "D", do_not_specialize=name == "T",
-                            do_not_specialize_on_alignment=False)
+            SimpleNamespace(
+                num=i,
+                is_constexpr=name == "D",
+                do_not_specialize=name == "T",
+                do_not_specialize_on_alignment=False,
+            )
             for i, name in names
-        ]  # fmt: skip
+        ]
         self.made: list[Compiled] = []
 
     def __getitem__(self, programs):
@@ -127,10 +131,8 @@ def checked(kernel, monkeypatch, tmp_path):
 
         y = torch.empty(4, 16)
         made = first_use.Checked(table, "triton", start, reference, lambda: None, launch.thread)
-        made(table.record(
-            x=x, residual=None, weight=None, bias=None, eps=0.0, rms=True, dropout_p=0.0, seed=None,
-            sum=None, y=y, mean=None, rstd=torch.empty(4),
-        ))  # fmt: skip
+        given = {"x": x, "eps": 0.0, "rms": True, "dropout_p": 0.0, "y": y, "rstd": torch.empty(4)}
+        table.by_name(made)(**given)
         return (y - x * x.square().mean(1, keepdim=True).rsqrt()).abs().max() < 1e-5
 
     run.made = 0
