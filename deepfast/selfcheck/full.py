@@ -72,8 +72,9 @@ def run(job: dict, seconds: int = SECONDS, prelude: str = "") -> dict:
     end = f"the process ended with status {status}"
     with contextlib.suppress(ValueError):
         end = f"the process ended by {signal.Signals(-status).name}"
-    end = f"no answer within {seconds} s" if status == -signal.SIGALRM else end
     end = f"{end}: {said}" if said else end
+    if status == -signal.SIGALRM:
+        end = f"no answer within {seconds} s"
     if not last:
         raise RuntimeError(f"{job['op']}: no test case was run: {end}")
     # Linux kills a process when the machine has no memory left.
