@@ -14,12 +14,7 @@ from deepfast.reference.rows import affine, entry, load, norm_backward, normalis
 
 
 def depth_mix(
-    sources: Sequence[Tensor],
-    weight: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
+    sources: Sequence[Tensor], weight: Tensor, *, norm_weight=None, norm_bias=None, eps=1e-5
 ) -> Tensor:
     """``sum_k weight[k] * LN_k(sources[k])``; without norm_weight and norm_bias, no LN.
 

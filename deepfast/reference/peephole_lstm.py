@@ -33,14 +33,7 @@ def position(step: int, lengths: Tensor, reverse: bool) -> Tensor:
 
 
 def peephole_lstm(
-    f: Tensor,
-    weight: Tensor,
-    peephole: Tensor,
-    *,
-    h0: Tensor | None = None,
-    c0: Tensor | None = None,
-    lengths: Tensor | None = None,
-    reverse: bool = False,
+    f: Tensor, weight: Tensor, peephole: Tensor, *, h0=None, c0=None, lengths=None, reverse=False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h (T, B, H), and the last h and c (B, H) of each sentence.
 
