@@ -1,26 +1,149 @@
-"""What runs in somebody else's loop: the layers' stand-ins, and the pass that they share.
+"""What runs in somebody else's loop: its hooks, its list of layers, and a stand-in for each layer.
 
-A parent's forward loops over its list of layers. `connect` swaps the class of that list. While the
-parent's forward runs, the list gives a `LayerCall` in place of each layer. It calls the layer and
-then pushes the output, outside of the layer's call. So a layer that is checkpointed, compiled,
-sharded or has hooks is called as before. At all other times the list is an ordinary list.
+While the parent's forward runs, the list gives a stand-in in place of each layer. At all other
+times it is an ordinary list. `deepfast.attach` has the picture.
 """
 
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from deepfast.attach.passes import NAME, EagerCall, LayerCall, Layers, Pass, Settings
-from deepfast.depth.history import PerThread
+from deepfast.attach.layer_run import LayerRun, Read, Take
+from deepfast.attach.passes import NAME, Pass, Settings, version
+from deepfast.attach.sublayers import OP
+from deepfast.nn.rerun import rerun
 
 
-class Open(PerThread):
-    run: Pass | None = None
+def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Runs layer k and returns its result, in which the next layer's input replaces its output."""
+    settings, this, eager = run.settings, run.named(k), not torch.compiler.is_compiling()
+    pushed, reads = len(run.history), settings.reads
+    is_next = pushed == reads * k + (k > 0)
+    if not is_next and (pushed <= reads * k or torch._C._current_graph_task_id() == -1):
+        raise RuntimeError(
+            f"{this} was called after {max(pushed - 1, 0) // reads} layers; a depth connection "
+            "needs every layer once and in its order, without LayerDrop"
+        )
+    if run.learns and not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{this} runs without gradients in a pass with gradients; where the loop checkpoints "
+            "its layers, use use_reentrant=False"
+        )
+    name, named = settings.input_name, len(args) == 0
+    if named and name not in kwargs:
+        raise TypeError(
+            f"{this} was called without {name}, its first argument, which must be the layer's input"
+        )
+    x, rest = (kwargs[name], ()) if named else (args[0], args[1:])
+    others = {key: value for key, value in kwargs.items() if not named or key != name}
+    options = {f"argument {i}": value for i, value in enumerate(rest, 1)} | others
+
+    def once(x: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """The layer's result, its output, and what is pushed."""
+        here, reading = settings.running.here, None
+        if settings.sublayers:
+            outer, reading = here.layer, LayerRun(run, k, x)
+            here.layer = reading
+        try:
+            result = layer(**{name: x}, **others) if named else layer(x, *rest, **others)
+        finally:
+            if reading is not None:
+                here.layer = outer
+        y = result[0] if isinstance(result, tuple) and result else result
+        run.check(k, "output", y, x.shape)
+        if reading is not None:
+            return result, y, reading.last(y)
+        return result, y, y - x if settings.subtracts else y
+
+    run.check(k, "input", x)
+    if k == 0:
+        x = run.after(x, x, 0)
+    given = [x, *options.values()]
+    if eager and is_next and k > 0:
+        _check_passed_on(run, k, given)
+    again, before = settings.recompute != "none" and torch.is_grad_enabled(), version(x)
+    # The caches of transformers.
+    caches = [key for key, value in options.items() if hasattr(value, "get_seq_length")]
+    if again and eager and caches:
+        raise RuntimeError(
+            f"{this} takes a cache ({caches[0]}), and would fill it twice under this recompute "
+            "policy; pass use_cache=False, or connect with recompute='none'"
+        )
+    if not again:
+        result, y, v = once(x)
+    elif eager:
+        inputs = run.input_again(x)
+        result, y, v = rerun(layer, once, (x,), lambda: (inputs(),), options)
+    else:
+        result, y, v = checkpoint(once, x, use_reentrant=False)
+    if (settings.subtracts or again) and version(x) != before:
+        raise RuntimeError(
+            f"{this} modifies its input in place; attention residuals need layers that do not, and "
+            "so does every recompute policy but 'none'"
+        )
+    following = run.after(y, v, reads * (k + 1))
+    if not isinstance(result, tuple):
+        return following
+    own = (t for t in result[1:] if not any(t is g for g in given))
+    run.beside = [t for t in own if isinstance(t, Tensor) and t.shape == x.shape]
+    returned = (following, *result[1:])
+    return type(result)(*returned) if hasattr(result, "_fields") else returned
+
+
+def _check_passed_on(run: Pass, k: int, given: list) -> None:
+    """Warns where the input of layer k, the first of its arguments ``given``, is not what the call
+    of layer k - 1 returned, or where the layers pass on a second stream."""
+    if any(t is g for t in run.beside for g in given):
+        what = "a second tensor besides"
+    elif run.newest is not None and not run.is_newest(given[0]):
+        what = "something else than"
+    else:
+        return
+    warnings.warn(
+        f"{run.named(k)} gets {what} the output that layer {k - 1} returned; a depth connection "
+        "expects layers that return their whole output, residual included, and a loop that passes "
+        "it on",
+        stacklevel=4,
+    )
+
+
+class LayerCall:
+    """Stands in for layer k while its parent's forward runs; its attributes are the layer's."""
+
+    def __init__(self, run: Pass, k: int, layer: nn.Module):
+        self._run, self._k, self._layer = run, k, layer
+
+    def __call__(self, *args, **kwargs):
+        return call_layer(self._run, self._k, self._layer, args, kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in ("_run", "_k", "_layer"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._layer, name, value)
+
+
+class EagerCall(LayerCall):
+    """The same outside of torch.compile, which cannot trace an object with another class: here
+    `isinstance`, ``==`` and sets of layers find the layer."""
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        return type(self._layer)
+
+    def __eq__(self, other: object) -> bool:
+        return self._layer is getattr(other, "_layer", other)
+
+    def __hash__(self) -> int:
+        return hash(self._layer)
 
 
 def _calls_itself(module: nn.Module) -> bool:
@@ -33,49 +156,74 @@ def _calls_itself(module: nn.Module) -> bool:
     return calls > 1
 
 
-def _kind(connection: Any) -> tuple:
-    """Equal for connections of one kind and size. A wrapper such as PEFT's ``modules_to_save`` has
-    the attributes of what it wraps."""
-    return tuple(getattr(connection, name, None) for name in ("name", "num_layers", "dim"))
+class Watch:
+    """A hook of the first layer: warns once where it runs in training outside of a pass."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def __call__(self, layer: nn.Module, _args) -> None:
+        running = self.settings.running
+        if torch.compiler.is_compiling() or not (running.warns and layer.training):
+            return
+        # Checkpointing runs layers again in backward.
+        if running.run is not None or torch._C._current_graph_task_id() != -1:
+            return
+        running.warns = False
+        warnings.warn(
+            f"{OP}: layers of {self.settings.where} run in training without the connection, "
+            f"because the forward of {self.settings.parent} does not call them; connect the module "
+            "whose forward does, with the dotted name of the list, as in "
+            "connect(model, 'encoder.layers', ...)",
+            stacklevel=2,
+        )
 
 
 class Attachment:
-    """A connection's place in a parent: the hooks that open and close a pass."""
+    """A connection's place in a parent: the hooks, of which some open and close a pass."""
 
-    def __init__(self, parent: nn.Module, layers: Layers, settings: Settings):
+    def __init__(self, parent: nn.Module, layers: Any, settings: Settings):
         self.parent, self.layers, self.settings = parent, layers, settings
-        # For messages: an nn.Sequential that is its own list gets another class.
-        self.name = type(parent).__name__
-        self.kind = _kind(parent._modules[NAME])
-        # Whether the warning was given that the layers run without the connection.
-        self.warned = False
-        self.open = Open()
-        # Inside torch.compile, which does not carry what is local to a thread from graph to graph.
-        self.traced: Pass | None = None
-        self.handles: list = [
-            parent.register_forward_pre_hook(self.begin, prepend=True),
-            parent.register_forward_hook(self.end, always_call=True),
-        ]
+        layers.__class__, layers.attachment = CLASSES[type(layers)], self
+        self.running, self.kind = settings.running, self._kind()
+        self.running.warns = True
         self.watch(True)
-        if isinstance(layers, nn.Sequential) and layers is not parent:
+        self.handles: list = []
+        # The parent of an nn.Sequential may be skipped, as by timm's ``forward_features``.
+        for module in {parent, layers} if isinstance(layers, nn.Sequential) else {parent}:
             self.handles += [
-                layers.register_forward_pre_hook(self.begin_list, prepend=True),
-                layers.register_forward_hook(self.end_list, always_call=True),
+                module.register_forward_pre_hook(self.begin, prepend=True),
+                module.register_forward_hook(self.end, always_call=True),
             ]
+        # A layer may stand in several places.
+        for layer in {*layers}:
+            for number, sublayer in enumerate(settings.sublayers):
+                for norm in map(layer.get_submodule, sublayer.norms):
+                    read = Read(settings, number)
+                    norm.register_forward_pre_hook(read, prepend=True, with_kwargs=True)
+                if sublayer.last is not None:
+                    last = layer.get_submodule(sublayer.last)
+                    last.register_forward_hook(Take(settings, number))
 
-    @property
-    def run(self) -> Pass | None:
-        """The pass that is open in this thread."""
-        if torch.compiler.is_compiling():
-            return self.traced
-        return self.traced if self.open.run is None else self.open.run
+    def __setstate__(self, state: dict) -> None:
+        # A copy of a layer alone has no attachment, and does not warn.
+        vars(self).update(state)
+        self.running.warns = True
 
-    @run.setter
-    def run(self, run: Pass | None) -> None:
-        if torch.compiler.is_compiling():
-            self.traced = run
-        else:
-            self.open.run, self.traced = run, None
+    def remove(self) -> None:
+        """Removes itself from the list, and all hooks; a layer may hold a connected model, whose
+        hooks stay."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self.layers.modules():
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks, with_kwargs = (getattr(module, n) for n in (name, f"{name}_with_kwargs"))
+                own = [k for k, h in hooks.items() if getattr(h, "settings", 0) is self.settings]
+                for key in own:
+                    del hooks[key]
+                    with_kwargs.pop(key, None)
+        self.layers.__class__ = self.layers.plain
+        del self.layers.attachment
 
     def watch(self, on: bool) -> None:
         """Whether the first layer has a `Watch`. During a pass it has none, because a hook would
@@ -83,132 +231,78 @@ class Attachment:
         for layer in [*self.layers._modules.values()][:1]:
             hooks: dict = layer._forward_pre_hooks
             if on:
-                hooks[NAME] = Watch(self)
+                hooks[NAME] = Watch(self.settings)
             else:
                 hooks.pop(NAME, None)
 
-    def begin(self, module, _args) -> None:
-        """Before the parent's forward."""
-        connection: Any = self.parent._modules.get(NAME)
-        if _kind(connection) != self.kind:
+    def _kind(self) -> tuple:
+        """What may not change while the parent is connected. A wrapper of the connection such as
+        PEFT's ``modules_to_save`` has the attributes of what it wraps."""
+        connection = self.parent._modules.get(NAME)
+        names = "name", "num_layers", "dim"
+        return len(self.layers), *(getattr(connection, name, None) for name in names)
+
+    def begin(self, module: nn.Module, _args) -> None:
+        """Before the forward of the parent or of its list."""
+        running, compiling = self.running, torch.compiler.is_compiling()
+        if module is not self.parent and running.run is not None:
+            return
+        if self._kind() != self.kind:
             raise RuntimeError(
-                f"deepfast.connect: {NAME} of {self.name} has been removed or replaced since it "
-                "was connected; deepfast.disconnect the module, or put it back"
-            )
-        if len(self.layers) != connection.num_layers:
-            raise RuntimeError(
-                f"deepfast.connect: {self.settings.where} had {connection.num_layers} layers when "
-                f"it was connected, and has {len(self.layers)} now"
+                f"{OP}: {NAME} of {self.settings.parent} has been removed or replaced, or "
+                f"{self.settings.where} has another number of layers, since it was connected; put "
+                "it back, or deepfast.disconnect the module"
             )
         if torch.jit.is_tracing():
             raise RuntimeError(
-                f"deepfast.connect: torch.jit.trace cannot trace the connected {self.name}; use "
+                f"{OP}: torch.jit.trace cannot trace the connected {self.settings.parent}; use "
                 "torch.export"
             )
-        if not torch.compiler.is_compiling():
+        if not compiling:
             self.watch(False)
-        run = Pass(connection, self.settings)
+        run = Pass(self.parent._modules[NAME], self.settings, module)
         # After an interrupt an old pass may still be open.
-        if self.run is not None and not torch.compiler.is_compiling() and _calls_itself(module):
-            run.outer = self.run
-        self.run = run
+        if running.run is not None and not compiling and _calls_itself(module):
+            run.outer = running.run
+        running.run = run
 
-    def end(self, _module, _args, output) -> None:
-        """After the parent's forward; after an exception the output is None."""
-        run = self.run
-        if run is None:
+    def end(self, module: nn.Module, _args, output) -> None:
+        """After that forward; after an exception the output is None."""
+        run = self.running.run
+        if run is None or run.opener is not module:
             return
-        self.run = run.outer
+        self.running.run = run.outer
         if not torch.compiler.is_compiling():
-            self.watch(not self.warned)
+            self.watch(self.running.warns)
         run.history.close()
         # It refers to the graph, whose tensors refer to the pass.
-        run.read = None
-        found, rows = len(run.history), run.connection.rows
-        if output is None or found == rows:
-            return
-        where, kind = self.settings.where, self.name
-        if found == 0 and run.indexed:
-            text = f"the forward of {kind} took layers by index; it must iterate over {where}"
-        elif run.iterated:
-            text = (
-                f"in a loop over {where}, {max(found - 1, 0) // self.settings.reads} of "
-                f"{run.connection.num_layers} layers ran; the loop "
-                "must call every layer itself, as layer(x), without LayerDrop or an early end"
+        run.waiting = (None, None)
+        pushed, settings = len(run.history), self.settings
+        if output is not None and pushed < run.connection.rows:
+            raise RuntimeError(
+                f"{OP}: in the forward of {settings.parent}, {max(pushed - 1, 0) // settings.reads}"
+                f" of {run.connection.num_layers} layers of {settings.where} ran; it must loop over"
+                " the list, not over indices, and call every layer as layer(x), without LayerDrop "
+                "or an early end; connect the module whose forward does, and again where the list "
+                "was replaced"
             )
-        else:
-            text = (
-                f"the forward of {kind} did not iterate over {where}; connect the module whose "
-                "forward does, and again where the list was replaced"
-            )
-        raise RuntimeError(f"deepfast.connect: {text}")
-
-    def begin_list(self, module, args) -> None:
-        """Before the forward of an nn.Sequential: its parent may be skipped, as by timm's
-        ``forward_features``."""
-        if self.run is None:
-            self.begin(module, args)
-            self.run.inner = True  # type: ignore[attr-defined]
-
-    def end_list(self, module, args, output) -> None:
-        if self.run is not None and self.run.inner:
-            self.end(module, args, output)
-
-
-class Watch:
-    """A hook of the first layer: warns where it runs in training outside of a pass.
-
-    A copy of the layer may run on its own, so the copied hook does nothing, until the copy of the
-    list has put its own in its place.
-    """
-
-    def __init__(self, attachment: Attachment | None = None):
-        self.attachment = None if attachment is None else weakref.ref(attachment)
-
-    def __reduce__(self):
-        return Watch, ()
-
-    def __call__(self, layer: nn.Module, _args) -> None:
-        if torch.compiler.is_compiling() or self.attachment is None or not layer.training:
-            return
-        attachment = self.attachment()
-        # Checkpointing runs layers again in backward.
-        if attachment is None or attachment.run or torch._C._current_graph_task_id() != -1:
-            return
-        attachment.warned = True
-        attachment.watch(False)
-        warnings.warn(
-            f"deepfast.connect: layers of {attachment.settings.where} run in training without the "
-            f"connection, because the forward of {attachment.name} does not call them; connect the "
-            "module whose forward does, with the dotted name of the list, as in "
-            "connect(model, 'encoder.layers', ...)",
-            stacklevel=2,
-        )
 
 
 class _Loop(nn.Module):
     """What both connected lists share."""
 
     attachment: Attachment
-    plain: Callable[[list[nn.Module]], Layers]
-    """Makes a list of this kind that is not connected."""
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        for layer in self._layers()[:1]:
-            hooks: dict = layer._forward_pre_hooks
-            if NAME in hooks:
-                hooks[NAME] = Watch(self.attachment)
+    plain: type
+    """The class of such a list that is not connected."""
 
     def _layers(self) -> list[nn.Module]:
         # An nn.Sequential that is its own parent has the connection among its children.
         return [m for name, m in self._modules.items() if name != NAME]
 
     def _calls(self) -> list:
-        run, layers = self.attachment.run, self._layers()
+        run, layers = self.attachment.running.run, self._layers()
         if run is None:
             return layers
-        run.iterated = True
         stand_in = LayerCall if torch.compiler.is_compiling() else EagerCall
         return [stand_in(run, k, layer) for k, layer in enumerate(layers)]
 
@@ -222,19 +316,15 @@ class _Loop(nn.Module):
         return iter(self[::-1])
 
     def __getitem__(self, index):
-        run = self.attachment.run
+        layers = self._layers()
         if not isinstance(index, slice):
-            if run is not None:
-                run.indexed = True
-            return self._layers()[index]
-        if run is None:
-            return self.plain(self._layers()[index])
-        order = list(range(len(self)))
-        if order[index] != order:
+            return layers[index]
+        if self.attachment.running.run is None:
+            return self.plain().extend(layers[index])
+        if layers[index] != layers:
             raise RuntimeError(
-                "deepfast.connect: the forward of the parent of "
-                f"{self.attachment.settings.where} loops over some of the layers; a depth "
-                "connection needs all of them in their order"
+                f"{OP}: the forward of the parent of {self.attachment.settings.where} loops over "
+                "some of the layers; a depth connection needs all of them in their order"
             )
         return self._calls()
 
@@ -248,13 +338,12 @@ class ConnectedList(_Loop, nn.ModuleList):
 class ConnectedSequential(_Loop, nn.Sequential):
     """An nn.Sequential whose layers are connected."""
 
-    @staticmethod
-    def plain(layers: list[nn.Module]) -> nn.Sequential:
-        return nn.Sequential(*layers)
+    plain = nn.Sequential
 
     def children(self) -> Iterator:
         # timm checkpoints what this returns. Outside of forward all children are meant.
-        return super().children() if self.attachment.run is None else iter(self._calls())
+        inside = self.attachment.running.run is not None
+        return iter(self._calls()) if inside else super().children()
 
 
 CLASSES: dict[type[nn.Module], Any] = {

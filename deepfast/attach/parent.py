@@ -12,8 +12,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
-from deepfast.attach.passes import NAME, POLICIES, Layers, Settings
-from deepfast.attach.reads import Hooked, check_free
+from deepfast.attach.passes import NAME, POLICIES, Running, Settings
 from deepfast.attach.sublayers import find
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.connection import DepthConnection
@@ -117,7 +116,6 @@ def connect(
         )
     where, found = _find_layers(parent, layers)
     parts = () if sublayers is None else find([*found], sublayers)
-    check_free(found, parts)
     for holder in (parent, getattr(parent, "config", None)):
         for name in ("layerdrop", "layer_drop"):
             if getattr(holder, name, 0):
@@ -147,14 +145,20 @@ def connect(
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
     parent.add_module(NAME, made.train(parent.training))
-    added = connection in ATTENTION_RESIDUALS
-    first = next(iter(inspect.signature(found[0].forward).parameters), "hidden_states")
-    settings = Settings(where, added, first, recompute, inplace, parts, set(), sublayers == "auto")
-    attachment = Attachment(parent, found, settings)
-    if parts:
-        attachment.handles.append(Hooked(found, parts))
-    found.__class__ = CLASSES[type(found)]
-    found.attachment = attachment  # type: ignore[assignment]
+    settings = Settings(
+        parent=type(parent).__name__,
+        where=where,
+        input_name=next(iter(inspect.signature(found[0].forward).parameters), "hidden_states"),
+        subtracts=connection in ATTENTION_RESIDUALS,
+        additive=additive is not None,
+        recompute=recompute,
+        inplace=inplace,
+        sublayers=parts,
+        known=sublayers == "auto",
+        running=Running(),
+        checked=set(),
+    )
+    Attachment(parent, found, settings)
     return made
 
 
@@ -174,12 +178,7 @@ def disconnect(parent: nn.Module) -> None:
             f"deepfast.disconnect: {type(parent).__name__} is not connected"
             + (f"; disconnect its {', '.join(below)}" if below else "")
         )
-    attachment.watch(False)
-    for handle in attachment.handles:
-        handle.remove()
-    layers: Any = attachment.layers
-    layers.__class__ = next(plain for plain, own in CLASSES.items() if own is type(layers))
-    del layers.attachment
+    attachment.remove()
     # The user may have deleted it.
     parent._modules.pop(NAME, None)
 
@@ -191,7 +190,7 @@ def attachment_of(parent: nn.Module) -> Attachment | None:
     return next(mine, None)
 
 
-def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Layers]:
+def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Any]:
     """The list of layers, and its name for errors."""
     kind = type(parent).__name__
     if NAME in parent._modules:

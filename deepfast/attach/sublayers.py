@@ -16,7 +16,7 @@ class Sublayer(NamedTuple):
     last: str | None
     """The one whose output, or its first entry, is added to the residual; None where the layer
     changes the output before it adds it. What the sublayer adds is then a difference of two sums of
-    the layer's, see `deepfast.attach.reads.LayerRun`."""
+    the layer's, see `deepfast.attach.layer_run.LayerRun`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,9 +90,12 @@ def find(layers: Sequence[nn.Module], given: Any) -> tuple[Sublayer, ...]:
     seen: set[nn.Module] = set()
     for layer in each:
         for module in map(layer.get_submodule, (n for s in found[0] for n in s.names)):
+            name = type(module).__name__
+            hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
             if module in seen:
-                name = type(module).__name__
                 raise ValueError(f"{OP}: a {name} is a part of two sublayers; each needs its own")
+            if any(hasattr(hook, "sublayer") for hook in hooks):
+                raise ValueError(f"{OP}: a {name} is connected already, in another parent")
             seen.add(module)
     return found[0]
 

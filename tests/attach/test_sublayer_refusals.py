@@ -77,15 +77,15 @@ class NoAttention(TwoParts):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Swapped, "the sublayer behind norm1 of layer 0 did not run before the next one"),
+        (Swapped, "the sublayer behind norm2 of layer 0 runs out of turn"),
         (Skips, "the sublayer behind norm2 of layer 0 did not run"),
-        (Twice, "the sublayer behind norm1 of layer 0: its last module runs twice|runs twice in"),
-        (NormAgain, "the sublayer behind norm1 of layer 0 runs twice in one call of the layer"),
+        (Twice, "the sublayer behind norm1 of layer 0 runs twice in"),
+        (NormAgain, "behind norm1 of layer 0 adds something else than attn returns"),
         (Scales, r"layer 0 of Loop.blocks changes its input before its first norm"),
         (Factor, "behind norm1 of layer 0 adds something else than attn returns"),
-        (IntoTheOutput, "what attn returns is modified in place; put None"),
+        (IntoTheOutput, "needs None in place of attn, whose output is modified in place"),
         (Transposes, "changes its input before its first norm"),
-        (NoAttention, "the sublayer behind norm1 of layer 0: attn did not run"),
+        (NoAttention, "the sublayer behind norm1 of layer 0 ends before attn has run"),
     ],
 )
 def test_layers_that_do_something_else(layer, message):
@@ -108,7 +108,7 @@ def test_layers_that_do_something_else(layer, message):
         (
             TwoParts,
             ((("norm1", "norm2"), None),),
-            "its norms share a read, so they must get one tensor",
+            "its norms, which share a read, do not get one tensor",
         ),
     ],
 )

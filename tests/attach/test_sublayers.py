@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import deepfast
-from deepfast.attach.reads import RUNNING
 from tests.attach.layers import (
     NAMES,
     AddsInPlace,
@@ -109,8 +108,7 @@ def test_checkpoints_of_sublayers(which):
         block.first, block.second = which
     got, wanted = both(model)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-    assert RUNNING.layer is None
-    assert RUNNING.again == []
+    assert model.blocks.attachment.running.thread.layer is None
     # A sublayer alone runs as ever.
     assert model.blocks[0].mlp(X.double()).shape == X.shape
 

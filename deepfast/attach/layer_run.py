@@ -1,0 +1,245 @@
+"""One run of a layer that other people wrote: what its sublayers read and add.
+
+A pre-norm layer computes ``h = x + f(norm1(x))``, then ``h + g(norm2(h))``. With a read for each
+sublayer the input of each norm is a row of the connection, and what each sublayer adds is a state.
+The first row is the layer's input. The layer's own sums are computed and not used, unless the reads
+are added to them. `deepfast.attach` has the picture.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepfast.attach.passes import Pass, Settings, version
+from deepfast.attach.sublayers import OP
+
+
+class _Through(torch.autograd.Function):
+    """added, whose gradient also visits y, as a gradient of 0: wrappers such as FSDP gather a
+    layer's weights when the gradient reaches its output."""
+
+    @staticmethod
+    def forward(ctx, added, y):
+        return added.view_as(added)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_zeros(()).expand_as(grad)
+
+
+def _shaped(x: Tensor, shape: torch.Size) -> Tensor:
+    """x in another shape: a layer may compute a sublayer on (B * T, D)."""
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def _layout(x: Tensor) -> tuple:
+    """Equal for two tensors with the same elements in memory."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr()
+
+
+class LayerRun:
+    """One run of a layer whose sublayers read.
+
+    What a sublayer adds is the output of its last module or, where none is named, the difference
+    of the layer's own sums after and before it. A difference of 16-bit sums has their rounding
+    error: half a unit in the last place of the sum.
+
+    Args:
+        run: the pass.
+        k: number of the layer.
+        x: its input, the row of its first sublayer.
+        number: the sublayer that has run, -1 before the first one.
+        task: where backward runs the layer without its stand-in, the number of that backward pass
+            (graph task). Nothing is checked then, because forward has done so.
+    """
+
+    def __init__(self, run: Pass, k: int, x: Tensor, number: int = -1, task: int | None = None):
+        self.run, self.k, self.row, self.number, self.task = run, k, x, number, task
+        # The layer's own sum before the sublayer, and the output of the sublayer's last module;
+        # both with their versions.
+        self.before: tuple[Tensor | None, int] = (None, 0)
+        self.added: tuple[Tensor | None, int] = (None, 0)
+
+    def _error(self, number: int, text: str) -> RuntimeError:
+        norms = " and ".join(self.run.settings.sublayers[number].norms)
+        return RuntimeError(f"{OP}: the sublayer behind {norms} of layer {self.k} {text}")
+
+    def norm(self, number: int, given: Tensor) -> Tensor:
+        """What a norm of a sublayer gets in place of ``given``."""
+        eager = not torch.compiler.is_compiling()
+        if number == self.number:
+            if eager and given is not self.before[0]:
+                raise self._error(
+                    number,
+                    "runs twice in one call of the layer, or its norms, which share a read, do not "
+                    "get one tensor",
+                )
+            return _shaped(self.row, given.shape)
+        if number != self.number + 1:
+            raise self._error(
+                number, "runs out of turn; list the sublayers in the order in which they run"
+            )
+        row = self.run.settings.reads * self.k + number
+        if number == 0:
+            place = [
+                (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (self.row, given) if eager
+            ]
+            if self.task is None and place[1:] != place[:1]:
+                raise RuntimeError(
+                    f"{self.run.named(self.k)} changes its input before its first norm; reads of "
+                    "sublayers need layers that give their input to the norm"
+                )
+            # A wrapper such as FSDP may have put another tensor in the place of the row.
+            self.row = self.run.first(given, row)
+        else:
+            h = _shaped(given, self.run.shape)
+            self.row = self.run.after(h, h if self.task is not None else self.end(given), row)
+        self.number, self.before = number, (given, version(given))
+        if eager:
+            given.deepfast_layer = self.run, self.k  # type: ignore[attr-defined]
+        return _shaped(self.row, given.shape)
+
+    def output(self, number: int, output: Any) -> None:
+        """The last module of a sublayer has run. Where it runs before its norm or twice, `end`
+        finds the fault."""
+        if number == self.number and self.task is None:
+            y = output[0] if isinstance(output, tuple) and output else output
+            self.run.check(self.k, f"output of {self.run.settings.sublayers[number].last}", y)
+            self.added = y, version(y)
+
+    def end(self, total: Tensor) -> Tensor:
+        """What the sublayer has added, behind which the layer's own sum is ``total``."""
+        last, shape = self.run.settings.sublayers[self.number].last, self.run.shape
+        (before, old), (added, returned), self.added = self.before, self.added, (None, 0)
+        in_place = before is total or version(before) != old
+        if last is None:
+            if in_place:
+                raise self._error(
+                    self.number,
+                    "is added in place; name its last module, or let the layer make a new sum",
+                )
+            return _shaped(total, shape) - _shaped(before, shape)
+        if added is None:
+            raise self._error(
+                self.number,
+                f"ends before {last} has run; sublayers side by side, whose norms run first, are "
+                "one entry with a tuple of norms and None",
+            )
+        if added is total or version(added) != returned:
+            raise self._error(
+                self.number,
+                f"needs None in place of {last}, whose output is modified in place or the sum",
+            )
+        if not in_place:
+            self._check_sum(before, added, total)
+        return _shaped(added, shape)
+
+    def _check_sum(self, before: Tensor, added: Tensor, total: Tensor) -> None:
+        """Raises where the sum behind the sublayer is not that before it plus ``added``. Each
+        sublayer is checked once in training and once in evaluation, where a dropout does
+        nothing."""
+        settings, shape = self.run.settings, self.run.shape
+        place = self.k, self.number, self.run.connection.training
+        if place in settings.checked:
+            return
+        if torch.compiler.is_compiling():
+            if settings.known:
+                return
+            raise self._error(
+                self.number,
+                "is not checked in a graph; run the model once before torch.compile, in the same "
+                "mode (train or eval)",
+            )
+        capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
+        if total.is_meta or capturing or not total.numel():
+            return
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        b, a, t = (_shaped(x.detach(), shape).to(dtype) for x in (before, added, total))
+        # The sum is rounded to the layer's dtype, perhaps more than once. A NaN is no finding.
+        scale = torch.stack([x.abs().amax(-1) for x in (b, a, t)]).amax(0)
+        if ((b + a - t).abs().amax(-1) > 8 * torch.finfo(total.dtype).eps * scale).any():
+            raise self._error(
+                self.number,
+                f"adds something else than {settings.sublayers[self.number].last} returns: name "
+                "the last module before the sum, or None if there is none, and list every sublayer",
+            )
+        settings.checked.add(place)
+
+    def last(self, y: Tensor) -> Tensor:
+        """What the layer's last sublayer has added; y is the layer's output."""
+        if self.number < self.run.settings.reads - 1:
+            raise self._error(self.number + 1, "did not run")
+        added = self.end(y)
+        alone = torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized())
+        return added if alone else _Through.apply(added, y)
+
+
+class Hook:
+    """A hook of a module in a layer. Where the layer is compiled by itself, the hook breaks its
+    graph, because states are pushed in eager code."""
+
+    def __init__(self, settings: Settings, sublayer: int):
+        self.settings, self.sublayer = settings, sublayer
+
+    def __call__(self, _module: nn.Module, *given: Any) -> Any:
+        traced = torch.compiler.is_compiling() and self.settings.running.trace.layer is not None
+        return self.run(*given) if traced else self.outside(*given)
+
+    def run(self, *given: Any) -> Any:
+        """What the hook does and returns."""
+        raise NotImplementedError
+
+    @torch.compiler.disable(reason="a read of a sublayer outside of the graph")
+    def outside(self, *given: Any) -> Any:
+        return self.run(*given)
+
+
+class Read(Hook):
+    """Before a norm of the sublayer: its input becomes the row."""
+
+    def run(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        name = None if args else next(iter(kwargs), None)
+        given = args[0] if args else kwargs.get(name)
+        layer = self._layer(given)
+        row = given if layer is None else layer.norm(self.sublayer, given)
+        if row is given:
+            return None
+        return ((row, *args[1:]), kwargs) if args else (args, kwargs | {name: row})
+
+    def _layer(self, given: Any) -> LayerRun | None:
+        """The run of the layer that the norm belongs to; None outside of a pass."""
+        here = self.settings.running.here
+        layer: LayerRun | None = here.layer
+        if torch.compiler.is_compiling() or (layer is not None and layer.task is None):
+            return layer
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return None
+        layer = None if layer is None or layer.task != task else layer
+        called = getattr(given, "deepfast_layer", None)
+        if called is not None and (layer is None or layer.before[0] is not given):
+            if layer is None:
+                # Another thread may end the backward pass.
+                clear = functools.partial(vars(here).pop, "layer", None)
+                torch.autograd.Variable._execution_engine.queue_callback(clear)
+            run, k = called
+            here.layer = layer = LayerRun(run, k, given, self.sublayer - 1, task)
+        if layer is None:
+            raise RuntimeError(
+                f"{OP}: backward runs a layer whose sublayers read again, with another input than "
+                "in forward; checkpoint it with use_reentrant=False and connect it with "
+                "recompute='none'"
+            )
+        return layer
+
+
+class Take(Hook):
+    """Behind the last module of the sublayer."""
+
+    def run(self, _args: tuple, output: Any) -> None:
+        layer = self.settings.running.here.layer
+        if layer is not None:
+            layer.output(self.sublayer, output)
