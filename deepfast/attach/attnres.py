@@ -7,9 +7,8 @@ last layer. In the checkpoints each read has a query ``*_proj.weight`` (1, D) an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,39 +19,25 @@ from deepfast.attach.parent import attachment_of
 from deepfast.attach.passes import NAME
 from deepfast.depth.attention_residuals import AttentionResiduals
 
-OP = "deepfast.load_attnres"
-
-
-@dataclass(frozen=True)
-class Names:
-    """The names of the reads in a checkpoint."""
-
-    sublayers: tuple[str, ...]
-    """Those of a layer, in their order."""
-    last: str
-    """The one behind the last layer."""
-
-    def rows(self, place: "Place") -> list[str]:
-        """The name of each row's read."""
-        layers = range(place.residuals.num_layers)
-        found = [f"{place.layers}.{i}.{name}" for i in layers for name in self.sublayers]
-        return [*found, f"{place.parent}{self.last}"]
-
-    def keys(self, place: "Place") -> set[str]:
-        rows = self.rows(place)
-        return {f"{row}_{part}.weight" for row in rows for part in ("proj", "norm")}
-
-
 NAMES = {
-    "fla": Names(("attn_res", "mlp_res"), "res"),
-    "k3": Names(("self_attention_res", "mlp_res"), "output_attn_res"),
+    "fla": ("attn_res", "mlp_res", "res"),
+    "k3": ("self_attention_res", "mlp_res", "output_attn_res"),
 }
-"""fla: flash-linear-attention. k3: Kimi K3, in transformers."""
+"""The reads in checkpoints: those of a layer, in their order, and the one behind the last layer.
+fla: flash-linear-attention. k3: Kimi K3, in transformers."""
+WANTED = {
+    "reads": 2,
+    "norm_affine": True,
+    "additive": False,
+    "scale": 1,
+    "score_function": "softmax",
+    "window": None,
+}
+"""What attention residuals with such a checkpoint have."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Attention residuals in a model."""
+class Place(NamedTuple):
+    """The attention residuals of a model."""
 
     parent: str
     """The name of the connected module, with a dot behind it, or nothing."""
@@ -60,41 +45,34 @@ class Place:
     """The name of its list of layers."""
     residuals: AttentionResiduals
 
+    def rows(self, names: str) -> list[str]:
+        """The name of each row's read, one of `NAMES` being ``names``."""
+        *sublayers, last = NAMES[names]
+        layers = range(self.residuals.num_layers)
+        reads = [f"{self.layers}.{i}.{name}" for i in layers for name in sublayers]
+        return [*reads, f"{self.parent}{last}"]
 
-def _places(op: str, model: nn.Module) -> list[Place]:
+
+def _place(op: str, model: nn.Module) -> Place:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a module, got {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
-    found = []
-    for parent, name in names.items():
-        residuals = parent._modules.get(NAME)
-        if not isinstance(residuals, AttentionResiduals):
-            continue
-        attachment = attachment_of(parent)
-        if attachment is not None:
-            start = f"{name}." if name else ""
-            found.append(Place(start, names[attachment.layers], residuals))
-    if not found:
+    parents = [m for m in names if isinstance(m._modules.get(NAME), AttentionResiduals)]
+    if len(parents) != 1:
         raise ValueError(
-            f"{op}: {type(model).__name__} has no attention residuals; deepfast.connect it first, "
-            "with connection='attnres' and sublayers="
+            f"{op}: expected a {type(model).__name__} with one deepfast.connect, with "
+            f"connection='attnres' and sublayers=, got {len(parents)}"
         )
-    for place in found:
-        if place.residuals.reads != 2 or place.residuals.norm_weight is None:
-            raise ValueError(
-                f"{op}: expected two reads a layer and norm_affine=True, as these checkpoints "
-                f"have, got reads={place.residuals.reads} and "
-                f"norm_affine={place.residuals.norm_weight is not None}"
-            )
-        if isinstance(place.residuals, AddedResiduals):
-            raise ValueError(f"{op}: expected additive=None, which these checkpoints do not have")
-        for name, value in (("scale", 1), ("score_function", "softmax"), ("window", None)):
-            if getattr(place.residuals, name) != value:
-                raise ValueError(
-                    f"{op}: expected {name}={value!r}, as these checkpoints have, got "
-                    f"{getattr(place.residuals, name)!r}"
-                )
-    return found
+    residuals: Any = parents[0]._modules[NAME]
+    attachment: Any = attachment_of(parents[0])
+    found = {name: getattr(residuals, name, None) for name in WANTED} | {
+        "norm_affine": residuals.norm_weight is not None,
+        "additive": isinstance(residuals, AddedResiduals),
+    }
+    if found != WANTED:
+        raise ValueError(f"{op}: expected {WANTED}, as these checkpoints have, got {found}")
+    start = names[parents[0]]
+    return Place(f"{start}." if start else "", names[attachment.layers], residuals)
 
 
 def attnres_options(config: Any) -> dict:
@@ -113,37 +91,27 @@ def attnres_options(config: Any) -> dict:
         ValueError: for a config without attention residuals, or for an odd number of sublayers in
             a block.
     """
-    names = "norm_eps", "rms_norm_eps", "attnres_block_size", "attn_res_block_size"
+    op, sublayers, layers = "deepfast.attnres_options", "attnres_block_size", "attn_res_block_size"
     get = config.get if isinstance(config, Mapping) else partial(getattr, config)
-    given = {name: get(name, None) for name in names}
-    found: dict = {"norm_affine": True}
-    for name in ("norm_eps", "rms_norm_eps"):
-        if given[name] is not None:
-            found["eps"] = given[name]
-    sublayers, layers = given["attnres_block_size"], given["attn_res_block_size"]
-    if sublayers is not None and layers is not None:
+    names = "rms_norm_eps", "norm_eps", sublayers, layers
+    given = {name: get(name, None) for name in names if get(name, None) is not None}
+    eps = [given.pop(name) for name in names[:2] if name in given]
+    if len(given) != 1 or not eps:
         raise ValueError(
-            "deepfast.attnres_options: expected attnres_block_size or attn_res_block_size, got both"
+            f"{op}: expected a config with either {sublayers} or {layers}, and with norm_eps or "
+            f"rms_norm_eps, got {given} and eps {eps}"
         )
-    if sublayers is None and layers is None:
+    checks.whole(op, **given)
+    options: dict = {"norm_affine": True, "eps": eps[0]}
+    if given == {sublayers: 1}:
+        return options | {"connection": "attnres"}
+    if given.get(sublayers, 0) % 2:
         raise ValueError(
-            "deepfast.attnres_options: expected a config with attnres_block_size or "
-            "attn_res_block_size, got neither"
+            f"{op}: {sublayers} must be 1 or even, because a block has whole layers here, got "
+            f"{given[sublayers]}"
         )
-    if "eps" not in found:
-        raise ValueError(
-            "deepfast.attnres_options: expected a config with norm_eps or rms_norm_eps, got neither"
-        )
-    sizes = {"attnres_block_size": sublayers, "attn_res_block_size": layers}
-    checks.whole("deepfast.attnres_options", **{n: s for n, s in sizes.items() if s is not None})
-    if sublayers == 1:
-        return found | {"connection": "attnres"}
-    if sublayers is not None and sublayers % 2:
-        raise ValueError(
-            "deepfast.attnres_options: attnres_block_size must be 1 or even, because a block has "
-            f"whole layers here, got {sublayers}"
-        )
-    return found | {"connection": "block_attnres", "block": layers or sublayers // 2}
+    block = given[layers] if layers in given else given[sublayers] // 2
+    return options | {"connection": "block_attnres", "block": block}
 
 
 @torch.no_grad()
@@ -167,33 +135,32 @@ def load_attnres(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
 
     Sources: flash-linear-attention (fla), Kimi K3's model in transformers.
     """
-    places = _places(OP, model)
-    rest, loaded = dict(state_dict), dict[str, Tensor]()
-    for place in places:
-        kind = max(NAMES.values(), key=lambda names: len(names.keys(place) & rest.keys()))
-        if not kind.keys(place) & rest.keys():
-            raise ValueError(
-                f"{OP}: expected the names of {' or '.join(NAMES)}, such as "
-                f"{NAMES['fla'].rows(place)[0]}_proj.weight; the checkpoint has none of them"
-            )
-        rows: dict[str, list[Tensor]] = {"query": [], "norm_weight": []}
-        dim = place.residuals.dim
-        for name in kind.rows(place):
-            for target, key, shape in (
-                ("query", f"{name}_proj.weight", (1, dim)),
-                ("norm_weight", f"{name}_norm.weight", (dim,)),
-            ):
-                value = rest.pop(key, None)
-                if value is None:
-                    raise ValueError(f"{OP}: the checkpoint has no {key}")
-                if tuple(value.shape) != shape:
-                    raise ValueError(f"{OP}: {key} must be {shape}, got {tuple(value.shape)}")
-                rows[target].append(value.reshape(dim))
-        start = f"{place.parent}{NAME}."
-        if own := [key for key in rest if key.startswith(start)]:
-            raise ValueError(f"{OP}: the checkpoint has the reads under two names, also {own[0]}")
-        loaded |= {start + target: torch.stack(values) for target, values in rows.items()}
-    model.load_state_dict(rest | loaded)
+    op = "deepfast.load_attnres"
+    place, state = _place(op, model), dict(state_dict)
+    start, dim = f"{place.parent}{NAME}.", place.residuals.dim
+    parts = {"query": ("proj", (1, dim)), "norm_weight": ("norm", (dim,))}
+
+    def keys(names: str, part: str) -> list[str]:
+        return [f"{row}_{part}.weight" for row in place.rows(names)]
+
+    names = max(NAMES, key=lambda names: len(state.keys() & keys(names, "proj")))
+    if not state.keys() & keys(names, "proj"):
+        raise ValueError(
+            f"{op}: expected the names of {' or '.join(NAMES)}, such as {keys('fla', 'proj')[0]}; "
+            "the checkpoint has none of them"
+        )
+    if own := [key for key in state if key.startswith(start)]:
+        raise ValueError(f"{op}: the checkpoint has the reads under two names, also {own[0]}")
+    for target, (part, shape) in parts.items():
+        values = []
+        for key in keys(names, part):
+            if key not in state:
+                raise ValueError(f"{op}: the checkpoint has no {key}")
+            values.append(state.pop(key))
+            if tuple(values[-1].shape) != shape:
+                raise ValueError(f"{op}: {key} must be {shape}, got {tuple(values[-1].shape)}")
+        state[start + target] = torch.stack(values).view(-1, dim)
+    model.load_state_dict(state)
 
 
 def attnres_state_dict(model: nn.Module, names: str) -> dict[str, Tensor]:
@@ -211,11 +178,10 @@ def attnres_state_dict(model: nn.Module, names: str) -> dict[str, Tensor]:
     """
     op = "deepfast.attnres_state_dict"
     checks.choice(op, tuple(NAMES), names=names)
-    found = dict(model.state_dict()) if isinstance(model, nn.Module) else {}
-    for place in _places(op, model):
-        start = f"{place.parent}{NAME}."
-        queries, gains = (found.pop(start + name) for name in ("query", "norm_weight"))
-        for name, query, gain in zip(NAMES[names].rows(place), queries, gains, strict=True):
-            found[f"{name}_proj.weight"] = query.unsqueeze(0).clone()
-            found[f"{name}_norm.weight"] = gain.clone()
-    return found
+    place, state = _place(op, model), dict(model.state_dict())
+    start = f"{place.parent}{NAME}."
+    queries, gains = state.pop(f"{start}query"), state.pop(f"{start}norm_weight")
+    for name, query, gain in zip(place.rows(names), queries, gains, strict=True):
+        state[f"{name}_proj.weight"] = query.unsqueeze(0).clone()
+        state[f"{name}_norm.weight"] = gain.clone()
+    return state

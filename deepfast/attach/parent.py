@@ -1,9 +1,9 @@
 """Puts a depth connection into a model that loops over its layers."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +13,12 @@ from deepfast import checks
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Running, Settings
-from deepfast.attach.sublayers import find
-from deepfast.connections import CONNECTIONS
+from deepfast.attach.sublayers import OP, find
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
 from deepfast.nn.connections.dlcl import dlcl_options
 
-OP = "deepfast.connect"
 WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module"}
 """The only child of torch's wrappers: of torch.compile, of DataParallel and its kind, of FSDP."""
 
@@ -94,62 +92,63 @@ def connect(
     not have the shape of its input. Where the first layer runs in training
     while the forward of ``parent`` does not, a warning says so once; not inside torch.compile.
     """
+    kind = type(parent).__name__
     if not isinstance(parent, nn.Module):
-        raise TypeError(f"{OP}: parent must be a module, got {type(parent).__name__}")
-    if getattr(parent.forward, "__func__", None) is nn.Module.forward:
-        raise ValueError(
-            f"{OP}: {type(parent).__name__} has no forward, so nothing would run the connection; "
-            "pass the module whose forward loops over the layers, and the dotted name of their "
-            "list, as in connect(model, 'transformer.h', ...)"
-        )
+        raise TypeError(f"{OP}: parent must be a module, got {kind}")
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)
     checks.choice(OP, POLICIES, recompute=recompute)
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
-    of_torch = type(parent).__module__.startswith("torch.")
-    if of_torch and len(parent._modules) == 1 and WRAPPED & parent._modules.keys():
-        raise ValueError(
-            f"{OP}: expected a model that is not wrapped, got one in {type(parent).__name__}; "
-            "connect the model before you wrap it"
-        )
     where, found = _find_layers(parent, layers)
     parts = () if sublayers is None else find([*found], sublayers)
-    for holder in (parent, getattr(parent, "config", None)):
+    attends, config = connection in ATTENTION_RESIDUALS, getattr(parent, "config", None)
+    for holder in (parent, config):
         for name in ("layerdrop", "layer_drop"):
-            if getattr(holder, name, 0):
-                raise ValueError(
-                    f"{OP}: {type(holder).__name__}.{name} is {getattr(holder, name)}; a depth "
-                    "connection needs every layer, so set it to 0 first"
-                )
+            _refuse(
+                getattr(holder, name, 0),
+                f"a depth connection needs every layer, but {type(holder).__name__}.{name} is "
+                f"{getattr(holder, name, 0)}; set it to 0 first",
+            )
+    _refuse(attends and norm != "pre", f"{connection=} needs norm='pre', got {norm!r}")
+    _refuse("reads" in options, f"reads is given by sublayers=, got {options}")
+    _refuse(parts and not attends, f"sublayers needs attention residuals, got {connection=}")
+    _refuse(additive is not None and not parts, f"{additive=} needs sublayers=, got None")
+    _refuse(
+        additive is not None and recompute == "layer+input",
+        f"{additive=} keeps the input of every layer, its own sum; expected recompute='none' or "
+        "'layer', got 'layer+input'",
+    )
+    useless = {"norm_type", "normalize_embedding"} & options.keys()
+    _refuse(
+        useless and not attends and dlcl_options(connection, norm, options)["norm"] is None,
+        f"{connection=} has no layer-norms, got {', '.join(useless)}=",
+    )
     first_norm = getattr(found[0], "norm_first", None)
     if isinstance(first_norm, bool) and norm is not None and first_norm != (norm == "pre"):
         warnings.warn(
             f"{OP}: norm={norm!r} differs from the layers, which have norm_first={first_norm}",
             stacklevel=3,
         )
-    dim = _width(parent, found[0]) if dim is None else dim
+    if parts:
+        options = options | {"reads": len(parts)}
+    make: Any = class_of(connection).make_depth
     if additive is not None:
-        if not parts:
-            raise ValueError(f"{OP}: additive={additive!r} needs sublayers=, got None")
-        if recompute == "layer+input":
-            raise ValueError(
-                f"{OP}: {additive=} keeps the input of every layer, its own sum; expected "
-                "recompute='none' or 'layer', got 'layer+input'"
-            )
+        make = functools.partial(make, kind=AddedResiduals)
         options = options | {"additive": additive}
-    made = _make(len(found), dim, norm, connection, options, len(parts))
+    dim = _width(config, found[0]) if dim is None else dim
+    made = make(connection, len(found), dim, norm, options)
     weight = next(found.parameters(), None)
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
     parent.add_module(NAME, made.train(parent.training))
     settings = Settings(
-        parent=type(parent).__name__,
+        parent=kind,
         where=where,
         input_name=next(iter(inspect.signature(found[0].forward).parameters), "hidden_states"),
-        subtracts=connection in ATTENTION_RESIDUALS,
+        subtracts=attends,
         additive=additive is not None,
         recompute=recompute,
         inplace=inplace,
@@ -185,100 +184,74 @@ def disconnect(parent: nn.Module) -> None:
 
 def attachment_of(parent: nn.Module) -> Attachment | None:
     """What `connect` has attached to ``parent``."""
-    found = (vars(module).get("attachment") for module in parent.modules())
-    mine = (a for a in found if isinstance(a, Attachment) and a.parent is parent)
+    attached = (vars(module).get("attachment") for module in parent.modules())
+    mine = (a for a in attached if isinstance(a, Attachment) and a.parent is parent)
     return next(mine, None)
+
+
+def _refuse(wrong: object, text: str) -> None:
+    if wrong:
+        raise ValueError(f"{OP}: {text}")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Any]:
     """The list of layers, and its name for errors."""
-    kind = type(parent).__name__
-    if NAME in parent._modules:
-        raise ValueError(f"{OP}: {kind} is connected already; deepfast.disconnect it first")
-    if layers is not None:
-        if not isinstance(layers, str):
-            raise TypeError(f"{OP}: layers must be the name of a list in {kind}, got {layers!r}")
-        found: Any = parent
-        for name in layers.split("."):
-            found = getattr(found, name, None)
-        where = f"{kind}.{layers}"
-        if found is None:
-            there = [name for name, m in parent.named_modules() if type(m) in CLASSES]
-            raise ValueError(f"{OP}: {kind} has no {layers}; its lists are {there or 'none'}")
-    elif type(parent) is nn.Sequential:
-        found, where = parent, kind
-    else:
-        lists: dict[str, Any] = {}
-        for list_type in CLASSES:
-            children = parent.named_children()
-            lists = lists or {name: m for name, m in children if isinstance(m, list_type)}
-        if len(lists) != 1:
-            deeper = [name for name, m in parent.named_modules() if type(m) in CLASSES]
-            example = f", as in layers={deeper[0]!r}" if deeper else ""
-            raise ValueError(
-                f"{OP}: {kind} must have one list of layers, got {sorted(lists) or 'none'}; "
-                "pass the module whose forward loops over them and, if it has several lists or its "
-                f"list is in a submodule, the name of the list{example}"
-            )
-        name, found = next(iter(lists.items()))
-        where = f"{kind}.{name}"
-    if type(found) in CLASSES.values():
-        raise ValueError(f"{OP}: {where} is connected already")
+    kind, children = type(parent).__name__, parent._modules
+    _refuse(
+        not _has_forward(parent),
+        f"{kind} has no forward, so nothing would run the connection; pass the module whose "
+        "forward loops over the layers, and the dotted name of their list, as in "
+        "connect(model, 'transformer.h', ...)",
+    )
+    of_torch = type(parent).__module__.startswith("torch.")
+    _refuse(
+        of_torch and len(children) == 1 and WRAPPED & children.keys(),
+        f"expected a model that is not wrapped, got one in {kind}; connect the model before you "
+        "wrap it",
+    )
+    _refuse(NAME in children, f"{kind} is connected already; deepfast.disconnect it first")
+    modules: dict[str | None, Any] = dict(parent.named_modules(remove_duplicate=False))
+    lists = [name for name, m in modules.items() if isinstance(m, tuple(CLASSES))]
+    if layers is None and type(parent) is nn.Sequential:
+        layers = ""
+    elif layers is None:
+        own = [name for name in lists if name in children]
+        own = [name for name in own if isinstance(modules[name], nn.ModuleList)] or own
+        layers = own[0] if len(own) == 1 else None
+    found, where = modules.get(layers), f"{kind}.{layers}" if layers else kind
+    _refuse(
+        found is None,
+        f"expected layers= to name the list of layers over which the forward of {kind} loops, got "
+        f"{layers!r}; its lists are {lists or 'none'}",
+    )
+    _refuse(type(found) in CLASSES.values(), f"{where} is connected already")
     if type(found) not in CLASSES:
         raise TypeError(
             f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, not a subclass of one, got "
             f"{type(found).__name__}"
         )
-    if len(found) == 0:
-        raise ValueError(f"{OP}: {where} has no layers")
-    if getattr(found[0].forward, "__func__", None) is nn.Module.forward:
-        raise ValueError(
-            f"{OP}: {where} must be a list of layers, got one of {type(found[0]).__name__}s, which "
-            "have no forward"
-        )
+    first = next(iter(found), None)
+    _refuse(
+        first is None or not _has_forward(first),
+        f"{where} must be a list of layers that have a forward, got {type(first).__name__}s",
+    )
     return where, found
 
 
-def _width(parent: nn.Module, layer: nn.Module) -> int:
+def _width(config: Any, layer: nn.Module) -> int:
     """D, from the config of the model or from the norms of a layer."""
-    width = getattr(getattr(parent, "config", None), "hidden_size", None)
+    width = getattr(config, "hidden_size", None)
     if isinstance(width, int):
         return width
     weights = (getattr(m, "weight", None) for m in layer.modules() if "Norm" in type(m).__name__)
     widths = {len(w) for w in weights if isinstance(w, torch.Tensor) and w.dim() == 1}
-    if len(widths) != 1:
-        found = f"norms of widths {sorted(widths)}" if widths else "no norms"
-        raise ValueError(
-            f"{OP}: dim cannot be inferred from {type(layer).__name__}, which has {found}; "
-            "pass dim="
-        )
+    _refuse(
+        len(widths) != 1,
+        f"dim cannot be inferred from {type(layer).__name__}, whose norms have the widths "
+        f"{sorted(widths)}; pass dim=",
+    )
     return widths.pop()
-
-
-def _make(
-    layers: int, dim: int, norm: str | None, connection: str, options: dict, reads: int
-) -> DepthConnection:
-    """The connection. reads: those of a layer; 0 where nothing is said about its sublayers."""
-    if CONNECTIONS[connection].pre_norm and norm != "pre":
-        raise ValueError(f"{OP}: connection={connection!r} needs norm='pre', got {norm!r}")
-    if "reads" in options:
-        raise ValueError(
-            f"{OP}: expected sublayers= in place of reads=, got reads={options['reads']!r}"
-        )
-    if reads and connection not in ATTENTION_RESIDUALS:
-        raise ValueError(
-            f"{OP}: sublayers needs attention residuals, which read for each sublayer, got "
-            f"connection={connection!r}"
-        )
-    if reads:
-        options = options | {"reads": reads}
-    if CONNECTIONS[connection].dlcl is not None:
-        useless = {"norm_type", "normalize_embedding"} & options.keys()
-        if useless and dlcl_options(connection, norm, options)["norm"] is None:
-            raise ValueError(
-                f"{OP}: connection={connection!r} has no layer-norms, got {', '.join(useless)}="
-            )
-    make = class_of(connection).make_depth
-    if "additive" in options:
-        make = partial(make, kind=AddedResiduals)
-    return make(connection, layers, dim, norm, options)

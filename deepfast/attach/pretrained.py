@@ -10,11 +10,10 @@ from deepfast import checks
 from deepfast.attach.parent import attachment_of, connect
 from deepfast.attach.passes import NAME, POLICIES
 
+OP = "deepfast.connected"
 CONFIG = "depth_connections"
 """The attribute of a model's config that lists its connections, each by the arguments of
 `connect`."""
-
-
 _NOT_GIVEN = object()
 
 
@@ -58,29 +57,24 @@ def connected(
         TypeError, ValueError: for settings that do not fit; others when a model is built.
     """
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
-        raise TypeError(f"deepfast.connected: expected a class of pretrained models, got {base!r}")
-    if recompute is not None:
-        checks.choice("deepfast.connected", POLICIES, recompute=recompute)
+        raise TypeError(f"{OP}: expected a class of pretrained models, got {base!r}")
+    checks.choice(OP, (*POLICIES, None), recompute=recompute)
     plain, settings, running = getattr(base, "connected_parts", (base, (), {}))
-    given = _given(layers=layers, connection=connection, dim=dim)
-    if parent is None:
-        named = [*given, *_given(**options), *(["norm"] if norm is not _NOT_GIVEN else [])]
-        if named:
-            raise TypeError(
-                f"deepfast.connected: {named[0]} needs parent, the name of the module to connect; "
-                "without parent all settings are those of the config"
-            )
-    else:
-        if norm is _NOT_GIVEN:
-            raise TypeError('deepfast.connected: expected norm="pre", "post" or None')
-        checks.choice("deepfast.connected", ("pre", "post", None), norm=norm)
-        if options.get("state_dtype") is torch.float32:
+    given = _given(layers=layers, connection=connection, dim=dim) | options
+    if norm is not _NOT_GIVEN:
+        given["norm"] = norm
+    if parent is not None:
+        checks.choice(OP, ("pre", "post", None), norm=given.get("norm", "not given"))
+        if given.get("state_dtype") is torch.float32:
             # The default, and no value of a JSON file.
-            del options["state_dtype"]
-        if "sublayers" in options:
-            # As a JSON file gives them back.
-            options["sublayers"] = json.loads(json.dumps(options["sublayers"]))
-        settings = (*settings, {"parent": parent, "norm": norm, **given, **options})
+            del given["state_dtype"]
+        # As a JSON file gives them back.
+        settings = (*settings, json.loads(json.dumps({"parent": parent, **given})))
+    elif given:
+        raise TypeError(
+            f"{OP}: {min(given)} needs parent, the name of the module to connect; without parent "
+            "all settings are those of the config"
+        )
     return _make(plain, settings, running | _given(recompute=recompute, inplace=inplace))
 
 
@@ -104,33 +98,31 @@ class _Connected:
         wanted = [dict(s) for s in connections] or saved
         if not wanted:
             raise ValueError(
-                "deepfast.connected: the config has no depth connections; say which, as in "
+                f"{OP}: the config has no depth connections; say which, as in "
                 "connected(BertForMaskedLM, 'bert.encoder', norm='post')"
             )
         if saved is not None and saved != wanted:
-            raise ValueError(
-                f"deepfast.connected: expected the config's depth connections {saved}, got {wanted}"
-            )
+            raise ValueError(f"{OP}: expected the config's depth connections {saved}, got {wanted}")
         # The caller's config stays as it is.
         config = copy.deepcopy(config)
         setattr(config, CONFIG, wanted)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         strict = getattr(self, "_keep_in_fp32_modules_strict", None) or ()
         self._keep_in_fp32_modules_strict = {*strict, NAME}
+        model: Any = self
         # Submodules may have copies of the config.
-        configs = [m.config for m in self.modules() if hasattr(m, "config")]  # type: ignore[attr-defined]
+        configs = [m.config for m in model.modules() if hasattr(m, "config")]
         for settings in wanted:
-            options = dict(settings)
-            parent = options.pop("parent")
+            options = {name: value for name, value in settings.items() if name != "parent"}
             try:
-                module = self.get_submodule(parent)  # type: ignore[attr-defined]
+                module = model.get_submodule(settings["parent"])
             except AttributeError as error:
                 raise ValueError(
-                    f"deepfast.connected: parent must be the name of a submodule of "
-                    f"{type(self).__name__}, got {parent!r} ({error})"
+                    f"{OP}: parent must be the name of a submodule of {type(self).__name__}, got "
+                    f"{settings['parent']!r} ({error})"
                 ) from error
             connect(module, **running, **options)
-            attachment_of(module).handles.append(_Listed(configs, parent))
+            attachment_of(module).handles.append(_Listed(configs, settings["parent"]))
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -138,7 +130,13 @@ class _Connected:
         super().initialize_weights()  # type: ignore[misc]
         for name, module in self.named_modules():  # type: ignore[attr-defined]
             if name.rpartition(".")[2] == NAME:
-                _reset_missing(module)
+                parameters = list(module.parameters())
+                loaded = [p for p in parameters if getattr(p, "_is_hf_initialized", False)]
+                values = [p.clone() for p in loaded]
+                if len(loaded) < len(parameters):
+                    module.reset_parameters()
+                for p, value in zip(loaded, values, strict=True):
+                    p.copy_(value)
 
     def __reduce_ex__(self, protocol) -> Any:
         # The class has no name by which pickle finds it.
@@ -159,15 +157,6 @@ class _Listed:
                 setattr(config, CONFIG, rest)
             elif settings:
                 delattr(config, CONFIG)
-
-
-def _reset_missing(module: torch.nn.Module) -> None:
-    parameters = list(module.parameters())
-    loaded = [(p, p.clone()) for p in parameters if getattr(p, "_is_hf_initialized", False)]
-    if len(loaded) < len(parameters):
-        module.reset_parameters()  # type: ignore[operator]
-        for p, value in loaded:
-            p.copy_(value)
 
 
 def _empty(*parts):

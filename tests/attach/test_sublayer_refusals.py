@@ -139,7 +139,12 @@ def test_rounding_is_no_misfit(dtype):
             ValueError,
             "sublayers: TwoParts has no module 'norm3'; its modules are norm1, attn, norm2, mlp",
         ),
-        ([("norm1", "attn"), ("norm2", "attn")], {}, ValueError, "'attn' stands in two places"),
+        (
+            [("norm1", "attn"), ("norm2", "attn")],
+            {},
+            ValueError,
+            "a Part is a part of two sublayers",
+        ),
         (NAMES, {"connection": "dlcl"}, ValueError, "sublayers needs attention residuals"),
         (NAMES, {"norm": "post"}, ValueError, "needs norm='pre', got 'post'"),
         (None, {"additive": "gated"}, ValueError, "additive='gated' needs sublayers=, got None"),
@@ -150,7 +155,7 @@ def test_rounding_is_no_misfit(dtype):
             ValueError,
             "expected recompute='none' or 'layer', got 'layer\\+input'",
         ),
-        (NAMES, {"reads": 2}, ValueError, "expected sublayers= in place of reads=, got reads=2"),
+        (NAMES, {"reads": 2}, ValueError, "reads is given by sublayers="),
     ],
 )
 def test_arguments(sublayers, options, error, message):
