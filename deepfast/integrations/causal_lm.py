@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 
 OP = "causal_lm_loss"
-OTHER = ("adapter_names", "alora_offsets", "ignore_index", "logits_to_keep", "num_logits_to_keep",
-         "shift_labels", "task_ids", "vocab_size")  # fmt: skip
+OTHER = {"adapter_names", "alora_offsets", "ignore_index", "logits_to_keep", "num_logits_to_keep"}
+OTHER |= {"shift_labels", "task_ids", "vocab_size"}
 """Arguments of models and of PEFT that change the loss."""
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OWN = "forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+"""Attributes of an output layer that change what a call of it does."""
 TOKENS, LARGEST = 8, 64.0
 """Of a sentence that is compared, and the largest of its logits: a cap changes it."""
 
@@ -71,10 +72,16 @@ def causal_lm_loss(
             f"{OP}: model must be a causal language model of transformers or of PEFT, got "
             f"{type(inner).__name__}; wrap a module whose forward returns this loss"
         )
-    if unknown := [name for name in OTHER if inputs.get(name) is not None]:
+    if unknown := [name for name, value in inputs.items() if name in OTHER and value is not None]:
         raise TypeError(f"{OP}: {unknown[0]} is not supported")
     inputs.pop("return_dict", None)
-    head = _output_layer(inner)
+    head = inner.get_output_embeddings()
+    own = [name for name in OWN if getattr(head, "__dict__", {}).get(name)]
+    if own or type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+        raise ValueError(
+            f"{OP}: the output layer of {type(inner).__name__} must be a torch.nn.Linear without "
+            f"hooks, whose weight is not sharded, got {type(head)} with {own}"
+        )
     if not torch.compiler.is_compiling():
         kinds = bool, int, str
         options = {name: value for name, value in inputs.items() if isinstance(value, kinds)}
@@ -87,34 +94,18 @@ def causal_lm_loss(
             compared.add(key)
             try:
                 if why := _difference(model, inner, head, options, masked):
-                    why = f"{type(inner).__name__} {why}; let it compute its own loss"
-                    raise ValueError(f"{OP}: {why}")
+                    kind = type(inner).__name__
+                    raise ValueError(f"{OP}: {kind} {why}; let it compute its own loss")
             except BaseException:
                 compared.discard(key)
                 raise
     hidden = inner.base_model(input_ids=input_ids, **inputs)[0]
-    loss = ops.linear_cross_entropy(
-        hidden, head.weight, F.pad(labels[..., 1:], (0, 1), value=-100).to(hidden.device),
-        linear_bias=head.bias, reduction="mean" if num_items_in_batch is None else "sum",
-    )  # fmt: skip
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def _output_layer(model: Any) -> nn.Linear:
-    head, why = model.get_output_embeddings(), None
-    if type(head) is not nn.Linear:
-        why = f"is a {type(head).__module__}.{type(head).__name__}, expected torch.nn.Linear"
-    elif type(head.weight) is not nn.Parameter:
-        why = f"has a weight of type {type(head.weight).__name__}, expected a plain parameter"
-    elif "forward" in vars(head):
-        why = "has a forward that is not that of its class"
-    elif found := [name for name in HOOKS if vars(head)[name]]:
-        why = f"has {found[0][1:].replace('_', ' ')}, which would not run"
-    if why is not None:
-        raise ValueError(f"{OP}: the output layer of {type(model).__name__} {why}")
-    return head
+    following, items = F.pad(labels[..., 1:], (0, 1), value=-100), num_items_in_batch
+    how: dict = {"linear_bias": head.bias, "reduction": "mean" if items is None else "sum"}
+    loss = ops.linear_cross_entropy(hidden, head.weight, following.to(hidden.device), **how)
+    if isinstance(items, Tensor):
+        items = items.to(loss.device)
+    return loss if items is None else loss / items
 
 
 def _difference(model: Any, inner: Any, head: nn.Linear, options: dict, masked: bool) -> str | None:
@@ -128,21 +119,18 @@ def _difference(model: Any, inner: Any, head: nn.Linear, options: dict, masked: 
     labels = ids.clone()
     labels[0, -3:] = -100
     following = F.pad(labels[:, 1:], (0, 1), value=-100)
-    given = dict(options)
-    if masked:
-        given["attention_mask"] = torch.ones_like(ids)
-        given["attention_mask"][1, -2:] = 0
-    read: list[Tensor] = []
-    logits: list[Tensor] = []
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    given = options | ({"attention_mask": mask} if masked else {})
+    calls: list[tuple[Tensor, Tensor]] = []
 
     def instead(_, args, out):
         """Other logits, which show what follows: large where the loss does not read them. They
         take no random numbers."""
-        read.append(args[0])
         wave = torch.arange(out.numel(), device=out.device).view_as(out).sin()
         large = (following == -100).to(out.device)[..., None]
-        logits.append(torch.where(large, LARGEST * wave, wave).to(out.dtype))
-        return logits[-1]
+        calls.append((args[0], torch.where(large, LARGEST * wave, wave).to(out.dtype)))
+        return calls[-1][1]
 
     training = [module for module in model.modules() if module.training]
     hook = head.register_forward_hook(instead)
@@ -159,23 +147,24 @@ def _difference(model: Any, inner: Any, head: nn.Linear, options: dict, masked: 
             module.training = True
         # Autocast keeps weights that it cast here without their gradients.
         torch.clear_autocast_cache()
-    if len(logits) != 1:
+    if len(calls) != 1:
         return "does not call its output layer once"
-    if not _alike(hidden, read[0], max(1e-4, 8 * torch.finfo(hidden.dtype).eps)):
+    (read, logits), eps = calls[0], torch.finfo(hidden.dtype).eps
+    if not _close(hidden, read, max(1e-4, 8 * eps)):
         return (
             "gives its output layer other states than its base model returns here, for example by "
             "a layer in between, or under autocast: call this function `with "
             "accelerator.autocast()`"
         )
-    if not _alike(out.logits.to(logits[0].dtype), logits[0]):
+    if not _close(out.logits.to(logits.dtype), logits):
         return "scales, caps or otherwise changes the logits of its output layer"
-    want = F.cross_entropy(logits[0].flatten(0, 1).float(), following.flatten().to(hidden.device))
-    if not _alike(out.loss, want, 2e-6):
+    wanted = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten().to(logits.device))
+    if not _close(out.loss, wanted, 2e-6):
         return "has another loss than the mean cross entropy of the next tokens"
     return None
 
 
-def _alike(got: Tensor, want: Tensor, tolerance: float = 0.0) -> bool:
+def _close(got: Tensor, want: Tensor, tolerance: float = 0.0) -> bool:
     """Up to ``tolerance`` of the largest number."""
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         return False

@@ -109,12 +109,12 @@ def CreateLayerHistory(args: Namespace, is_encoder: bool) -> LayerHistory | None
             f"CreateLayerHistory: {side}_history_type={kind!r} is not a sum of layers in "
             f"post-norm; it needs {side}_normalize_before"
         )
-    total = kind == "dense" and getattr(args, f"{side}_integration_type", "avg") == "sum"
-    window = getattr(args, f"{side}_windows_size", -1) if kind == "dense" else -1
-    return LayerHistory(
-        getattr(args, f"{side}_layers"), getattr(args, f"{side}_embed_dim"),
-        None if kind == "learnable_dense_nonorm" else "pre" if pre else "post",
-        learnable=kind.startswith("learnable"),
-        init="one" if total or kind == "residual" else "average",
-        window=None if window == -1 else window,
-    )  # fmt: skip
+    dense = kind == "dense"
+    total = dense and getattr(args, f"{side}_integration_type", "avg") == "sum"
+    window = getattr(args, f"{side}_windows_size", -1) if dense else -1
+    options: dict = {"learnable": kind.startswith("learnable")}
+    options["init"] = "one" if total or kind == "residual" else "average"
+    options["window"] = None if window == -1 else window
+    norm = None if kind == "learnable_dense_nonorm" else "pre" if pre else "post"
+    layers, dim = (getattr(args, f"{side}_{size}") for size in ("layers", "embed_dim"))
+    return LayerHistory(layers, dim, norm, **options)

@@ -96,10 +96,12 @@ def _formula(norm: Any) -> Callable | str:
 def _equal(norm: Any, formula: Callable) -> bool:
     """Whether ``formula`` computes the same on random states with random weights, on the CPU."""
     dim, random, plain = len(norm.weight), torch.Generator().manual_seed(0), copy.copy(norm)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
+
     # Not D in the middle: a norm over channels there is another one.
-    shape = 4, 7 if dim == 5 else 5, dim
-    states, weights = (torch.randn(size, generator=random, device="cpu", dtype=torch.float32)
-                       for size in (shape, (dim,)))  # fmt: skip
+    states, weights = draw(4, 7 if dim == 5 else 5, dim), draw(dim)
     # eps counts in these, and a large channel shows a limit.
     states[1] *= _eps(norm) ** 0.5
     states[2, :, 0] *= 1000

@@ -204,7 +204,7 @@ def test_lora(target):
     config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
     model, inputs = peft.get_peft_model(make("LlamaForCausalLM"), config), batch(padded=True)
     if target == "lm_head":
-        with pytest.raises(ValueError, match=r"is a peft\.tuners\.lora\.layer\.Linear, exp"):
+        with pytest.raises(ValueError, match=r"must be a torch.nn.Linear .* got .*peft\.tuners\.lora\.layer\.Linear"):
             deepfast.causal_lm_loss(model, **inputs)
     else:
         assert_same(ours(model, inputs), results(model, inputs))
@@ -257,19 +257,16 @@ def _forward(head):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_hook, "has forward pre hooks, which would not run"),
-        (_forward, "has a forward that is not that of its class"),
-        (
-            lambda head: nn.utils.parametrizations.weight_norm(head),
-            r"is a torch.*\.ParametrizedLinear",
-        ),
+        (_hook, r"without hooks, .* with \['_forward_pre_hooks'\]"),
+        (_forward, r"with \['forward'\]"),
+        (nn.utils.parametrizations.weight_norm, r"got .*torch.*\.ParametrizedLinear"),
     ],
 )
 def test_output_layers_that_do_more_are_refused(change, words):
     model, inputs = make("LlamaForCausalLM"), batch()
     deepfast.causal_lm_loss(model, **inputs)
     change(model.lm_head)
-    with pytest.raises(ValueError, match=f"the output layer of LlamaForCausalLM {words}"):
+    with pytest.raises(ValueError, match=f"the output layer of LlamaForCausalLM .*{words}"):
         deepfast.causal_lm_loss(model, **inputs)
 
 
