@@ -63,8 +63,9 @@ class LayerRun:
         self.before: tuple[Tensor | None, int] = (None, 0)
         self.added: tuple[Tensor | None, int] = (None, 0)
 
-    def _error(self, number: int, text: str) -> RuntimeError:
-        norms = " and ".join(self.run.settings.sublayers[number].norms)
+    def _error(self, text: str, number: int | None = None) -> RuntimeError:
+        sublayer = self.run.settings.sublayers[self.number if number is None else number]
+        norms = " and ".join(sublayer.norms)
         return RuntimeError(f"{OP}: the sublayer behind {norms} of layer {self.k} {text}")
 
     def norm(self, number: int, given: Tensor) -> Tensor:
@@ -73,15 +74,13 @@ class LayerRun:
         if number == self.number:
             if eager and given is not self.before[0]:
                 raise self._error(
-                    number,
                     "runs twice in one call of the layer, or its norms, which share a read, do not "
-                    "get one tensor",
+                    "get one tensor"
                 )
             return _shaped(self.row, given.shape)
         if number != self.number + 1:
-            raise self._error(
-                number, "runs out of turn; list the sublayers in the order in which they run"
-            )
+            text = "runs out of turn; list the sublayers in the order in which they run"
+            raise self._error(text, number)
         row = self.run.settings.reads * self.k + number
         if number == 0:
             place = [
@@ -117,21 +116,16 @@ class LayerRun:
         in_place = before is total or version(before) != old
         if last is None:
             if in_place:
-                raise self._error(
-                    self.number,
-                    "is added in place; name its last module, or let the layer make a new sum",
-                )
+                raise self._error("is added in place; name its last module, or make a new sum")
             return _shaped(total, shape) - _shaped(before, shape)
         if added is None:
             raise self._error(
-                self.number,
                 f"ends before {last} has run; sublayers side by side, whose norms run first, are "
-                "one entry with a tuple of norms and None",
+                "one entry with a tuple of norms and None"
             )
         if added is total or version(added) != returned:
             raise self._error(
-                self.number,
-                f"needs None in place of {last}, whose output is modified in place or the sum",
+                f"needs None in place of {last}, whose output is modified in place or the sum"
             )
         if not in_place:
             self._check_sum(before, added, total)
@@ -149,9 +143,8 @@ class LayerRun:
             if settings.known:
                 return
             raise self._error(
-                self.number,
                 "is not checked in a graph; run the model once before torch.compile, in the same "
-                "mode (train or eval)",
+                "mode (train or eval)"
             )
         capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
         if total.is_meta or capturing or not total.numel():
@@ -162,16 +155,15 @@ class LayerRun:
         scale = torch.stack([x.abs().amax(-1) for x in (b, a, t)]).amax(0)
         if ((b + a - t).abs().amax(-1) > 8 * torch.finfo(total.dtype).eps * scale).any():
             raise self._error(
-                self.number,
                 f"adds something else than {settings.sublayers[self.number].last} returns: name "
-                "the last module before the sum, or None if there is none, and list every sublayer",
+                "the last module before the sum, or None if there is none, and list every sublayer"
             )
         settings.checked.add(place)
 
     def last(self, y: Tensor) -> Tensor:
         """What the layer's last sublayer has added; y is the layer's output."""
         if self.number < self.run.settings.reads - 1:
-            raise self._error(self.number + 1, "did not run")
+            raise self._error("did not run", self.number + 1)
         added = self.end(y)
         alone = torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized())
         return added if alone else _Through.apply(added, y)

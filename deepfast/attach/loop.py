@@ -313,20 +313,14 @@ class _Loop(nn.Module):
         return iter(self._calls())
 
     def __reversed__(self) -> Iterator:
-        return iter(self[::-1])
+        return iter(self._calls()[::-1])
 
     def __getitem__(self, index):
-        layers = self._layers()
+        layers, inside = self._layers(), self.attachment.running.run is not None
         if not isinstance(index, slice):
             return layers[index]
-        if self.attachment.running.run is None:
-            return self.plain().extend(layers[index])
-        if layers[index] != layers:
-            raise RuntimeError(
-                f"{OP}: the forward of the parent of {self.attachment.settings.where} loops over "
-                "some of the layers; a depth connection needs all of them in their order"
-            )
-        return self._calls()
+        # `call_layer` raises where a layer is left out.
+        return self._calls()[index] if inside else self.plain().extend(layers[index])
 
 
 class ConnectedList(_Loop, nn.ModuleList):

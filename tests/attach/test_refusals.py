@@ -167,9 +167,10 @@ PASSES = [
      "forward of Loop, 0 of 3 layers of Loop.blocks ran; .* was replaced"),
     (Loop(lambda blocks, x: every([b.forward for b in blocks], x)), RuntimeError,
      "0 of 3 layers of Loop.blocks ran; .* as layer"),
-    (Loop(lambda blocks, x: every(blocks[1:], x)), RuntimeError, "loops over some of the layers"),
-    (Loop(lambda blocks, x: every(blocks[::-1], x)), RuntimeError, "some .* in their order"),
-    (Loop(lambda blocks, x: every(reversed(blocks), x)), RuntimeError, "some .* in their order"),
+    (Loop(lambda blocks, x: every(blocks[1:], x)), RuntimeError, "layer 1 .* after 0 layers"),
+    (Loop(lambda blocks, x: every(blocks[:-1], x)), RuntimeError, "2 of 3 layers"),
+    (Loop(lambda blocks, x: every(blocks[::-1], x)), RuntimeError, "layer 2 .* after 0 layers"),
+    (Loop(lambda blocks, x: every(reversed(blocks), x)), RuntimeError, "layer 2 .* in its order"),
     (Loop(lambda blocks, x: next(iter(blocks))()), TypeError,
      "layer 0 of Loop.blocks was called without x, its first argument"),
     (Loop(lambda blocks, x: every(

@@ -9,112 +9,94 @@ from tests.attach.layers import NAMES, AddsInPlace, Differences, TwoParts, conne
 from tests.attach.models import D, Loop, X
 
 
-class Swapped(TwoParts):
-    def forward(self, x):
-        x = x + self.mlp(self.norm2(x))
-        return x + self.attn(self.norm1(x))
+def does(forward, attn=None):
+    """A class of layers with another forward, and another first part."""
+
+    def init(self):
+        TwoParts.__init__(self)
+        self.attn = self.attn if attn is None else attn()
+
+    return type("Does", (TwoParts,), {"__init__": init, "forward": forward})
 
 
-class Skips(TwoParts):
-    def forward(self, x):
-        return x + self.mlp(self.attn(self.norm1(x)))
-
-
-class Twice(TwoParts):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return super().forward(x)
-
-
-class NormAgain(TwoParts):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x)) + self.norm1(x)
-        return x + self.mlp(self.norm2(x))
-
-
-class Factor(TwoParts):
-    def forward(self, x):
-        x = x + 0.5 * self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Third(TwoParts):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x + self.mlp.linear(x)
-
-
-class IntoTheOutput(TwoParts):
+def into_the_output(m, x):
     """Adds into what its module returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.Linear(D, D)
-
-    def forward(self, x):
-        h = self.attn(self.norm1(x))
-        h += x
-        return h + self.mlp(self.norm2(h))
+    h = m.attn(m.norm1(x))
+    h += x
+    return h + m.mlp(m.norm2(h))
 
 
-class Transposes(TwoParts):
-    def forward(self, x):
-        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+BOTH = ("norm1", "attn"), ("norm2", "mlp")
+FAULTS = {
+    "swapped": (
+        does(lambda m, x: (h := x + m.mlp(m.norm2(x))) + m.attn(m.norm1(h))), NAMES,
+        "the sublayer behind norm2 of layer 0 runs out of turn",
+    ),
+    "skips": (
+        does(lambda m, x: x + m.mlp(m.attn(m.norm1(x)))), NAMES,
+        "the sublayer behind norm2 of layer 0 did not run",
+    ),
+    "runs twice": (
+        does(lambda m, x: TwoParts.forward(m, x + m.attn(m.norm1(x)))), NAMES,
+        "the sublayer behind norm1 of layer 0 runs twice in one call of the layer",
+    ),
+    "another use of the norm": (
+        does(lambda m, x: (h := x + m.attn(m.norm1(x)) + m.norm1(x)) + m.mlp(m.norm2(h))), NAMES,
+        "behind norm1 of layer 0 adds something else than attn returns",
+    ),
+    "scales its input": (
+        does(lambda m, x: TwoParts.forward(m, 2 * x)), NAMES,
+        "layer 0 of Loop.blocks changes its input before its first norm",
+    ),
+    "transposes": (
+        does(lambda m, x: TwoParts.forward(m, x.transpose(0, 1)).transpose(0, 1)), NAMES,
+        "changes its input before its first norm",
+    ),
+    "factor": (
+        does(lambda m, x: (h := x + 0.5 * m.attn(m.norm1(x))) + m.mlp(m.norm2(h))), NAMES,
+        "behind norm1 of layer 0 adds something else than attn returns",
+    ),
+    "its last module runs twice": (
+        does(lambda m, x: (h := x + m.attn(m.norm1(x)) + 0 * m.attn(x)) + m.mlp(m.norm2(h))),
+        NAMES, "behind norm1 of layer 0 adds something else than attn returns",
+    ),
+    "adds into the output": (
+        does(into_the_output, attn=lambda: nn.Linear(D, D)), NAMES,
+        "needs None in place of attn, whose output is modified in place",
+    ),
+    "its last module does not run": (
+        does(lambda m, x: (h := x + m.norm1(x)) + m.mlp(m.norm2(h))), NAMES,
+        "the sublayer behind norm1 of layer 0 ends before attn has run",
+    ),
+    "a third sublayer": (
+        does(lambda m, x: (h := TwoParts.forward(m, x)) + m.mlp.linear(h)), BOTH,
+        "behind norm2 .* else than mlp returns",
+    ),
+    "a factor behind the module": (
+        Differences, (("norm1", None), ("norm2", "mlp")), "behind norm2 .* else than mlp returns",
+    ),
+    "a sublayer that is not named": (
+        TwoParts, (("norm1", "attn"),), "behind norm1 .* else than attn returns",
+    ),
+    "a part of the last module": (
+        TwoParts, (("norm1", "attn.linear"), ("norm2", None)), "else than attn.linear returns",
+    ),
+    "adds in place": (AddsInPlace, NAMES, "behind norm2 .* is added in place"),
+    "norms of two sublayers": (
+        TwoParts, ((("norm1", "norm2"), None),), "its norms, which share a read, do not get one t",
+    ),
+}  # fmt: skip
 
 
-class Scales(TwoParts):
-    def forward(self, x):
-        return super().forward(2 * x)
-
-
-class NoAttention(TwoParts):
-    def forward(self, x):
-        x = x + self.norm1(x)
-        return x + self.mlp(self.norm2(x))
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (Swapped, "the sublayer behind norm2 of layer 0 runs out of turn"),
-        (Skips, "the sublayer behind norm2 of layer 0 did not run"),
-        (Twice, "the sublayer behind norm1 of layer 0 runs twice in"),
-        (NormAgain, "behind norm1 of layer 0 adds something else than attn returns"),
-        (Scales, r"layer 0 of Loop.blocks changes its input before its first norm"),
-        (Factor, "behind norm1 of layer 0 adds something else than attn returns"),
-        (IntoTheOutput, "needs None in place of attn, whose output is modified in place"),
-        (Transposes, "changes its input before its first norm"),
-        (NoAttention, "the sublayer behind norm1 of layer 0 ends before attn has run"),
-    ],
-)
-def test_layers_that_do_something_else(layer, message):
-    model = connected(layer)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_layers_that_do_something_else(fault):
+    layer, sublayers, message = FAULTS[fault]
+    model = connected(layer, sublayers)
     with pytest.raises(RuntimeError, match=message):
         model(X[:, :2].double())
     # Nothing is left behind.
     deepfast.disconnect(model)
     assert model.blocks[0](X.double()).shape == X.shape
-
-
-@pytest.mark.parametrize(
-    ("layer", "sublayers", "message"),
-    [
-        (Third, (("norm1", "attn"), ("norm2", "mlp")), "behind norm2 .* else than mlp returns"),
-        (Differences, (("norm1", None), ("norm2", "mlp")), "behind norm2 .* else than mlp returns"),
-        (TwoParts, (("norm1", "attn"),), "behind norm1 .* else than attn returns"),
-        (TwoParts, (("norm1", "attn.linear"), ("norm2", None)), "else than attn.linear returns"),
-        (AddsInPlace, (("norm1", "attn"), ("norm2", None)), "behind norm2 .* is added in place"),
-        (
-            TwoParts,
-            ((("norm1", "norm2"), None),),
-            "its norms, which share a read, do not get one tensor",
-        ),
-    ],
-)
-def test_names_that_do_not_fit_the_layer(layer, sublayers, message):
-    with pytest.raises(RuntimeError, match=message):
-        connected(layer, sublayers)(X.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -163,24 +145,20 @@ def test_arguments(sublayers, options, error, message):
         connected(sublayers=sublayers, **options)
 
 
-class Other(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(D), nn.Linear(D, D)
-
-    def forward(self, x):
-        return x
-
-
 def shared(layers):
     layers[1].attn = layers[0].attn
     return layers
 
 
+def without_norm2(layer):
+    del layer.norm2
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (lambda: [TwoParts(), Other()], "sublayers: Other has no module 'norm2'"),
+        (lambda: [TwoParts(), without_norm2(TwoParts())], "TwoParts has no module 'norm2'"),
         (lambda: shared([TwoParts(), TwoParts()]), "a Part is a part of two sublayers"),
         (lambda: [*connected().blocks], "a LayerNorm is connected already, in another parent"),
     ],
@@ -195,16 +173,14 @@ def test_layers_that_do_not_fit_leave_the_model_as_it_was(layers, message):
     assert "depth_connection" not in dict(model.named_children())
 
 
-class DropsBehind(TwoParts):
+def drops_behind(m, x):
     """A dropout behind the module that is named."""
-
-    def forward(self, x):
-        x = x + nn.functional.dropout(self.attn(self.norm1(x)), 0.5, self.training)
-        return x + self.mlp(self.norm2(x))
+    x = x + nn.functional.dropout(m.attn(m.norm1(x)), 0.5, m.training)
+    return x + m.mlp(m.norm2(x))
 
 
 def test_an_evaluation_first_hides_no_dropout():
-    model = connected(DropsBehind, (("norm1", "attn"), ("norm2", "mlp"))).eval()
+    model = connected(does(drops_behind), BOTH).eval()
     model(X.double())
     with pytest.raises(RuntimeError, match="adds something else than attn returns"):
         model.train()(X.double())
@@ -212,8 +188,7 @@ def test_an_evaluation_first_hides_no_dropout():
 
 def test_names_that_no_run_has_checked_are_not_compiled():
     torch._dynamo.reset()
-    names = (("norm1", "attn"), ("norm2", "mlp"))
-    model = connected(DropsBehind, names).eval()
+    model = connected(does(drops_behind), BOTH).eval()
     run = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="run the model once before"):
         run(X.double())

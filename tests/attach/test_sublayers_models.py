@@ -183,23 +183,6 @@ def case(request):
     return CASES[request.param]
 
 
-@pytest.mark.parametrize("options", [{}, {"additive": "gated"}])
-def test_same_as_the_literal_loop(case, options):
-    plain = perturbed(case.make()).double()
-    model = connect(case, copy.deepcopy(plain), **options).double()
-    wanted = outcome(case, plain, literal_of(case, plain, model, Literal))
-    got = outcome(case, model, dict(model.named_parameters()))
-    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
-
-
-def test_a_gated_model_begins_as_the_plain_one(case):
-    """Not one bit of the output changes."""
-    model = perturbed(case.make())
-    before = case.run(model)
-    case.connect(model, "attnres", sublayers="auto", additive="gated")
-    assert torch.equal(case.run(model), before)
-
-
 def drop(model, p=0.1):
     """Gives every dropout of the model a probability."""
     for module in model.modules():
@@ -211,17 +194,34 @@ def drop(model, p=0.1):
     return model
 
 
-def test_dropout(case):
-    """The same draws in the same order."""
-    plain = drop(perturbed(case.make()).double())
-    model = connect(case, copy.deepcopy(plain)).double()
-    named, found = literal_of(case, plain, model, Literal), []
-    for run, names in ((plain, named), (model, dict(model.named_parameters()))):
-        torch.manual_seed(5)
-        found.append(outcome(case, run, names))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
-    torch.manual_seed(6)
-    assert not torch.allclose(case.run(model), found[1]["output"])
+@pytest.mark.parametrize("options", [{}, {"additive": "gated"}])
+def test_same_as_the_literal_loop(case, options):
+    """Also with dropout: the same draws in the same order."""
+    plain = perturbed(case.make()).double()
+    model = connect(case, copy.deepcopy(plain), **options).double()
+    named, own, outputs = (
+        literal_of(case, plain, model, Literal),
+        dict(model.named_parameters()),
+        [],
+    )
+    for prepare in (lambda model: model, drop):
+        found = []
+        for run, parameters in ((plain, named), (model, own)):
+            for p in parameters.values():
+                p.grad = None
+            torch.manual_seed(5)
+            found.append(outcome(case, prepare(run), parameters))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
+        outputs.append(found[1]["output"])
+    assert not torch.allclose(*outputs)
+
+
+def test_a_gated_model_begins_as_the_plain_one(case):
+    """Not one bit of the output changes."""
+    model = perturbed(case.make())
+    before = case.run(model)
+    case.connect(model, "attnres", sublayers="auto", additive="gated")
+    assert torch.equal(case.run(model), before)
 
 
 TEXT = [name for name in CASES if name not in ("torch pre-norm", "vit", "timm", "whisper")]
@@ -262,21 +262,37 @@ def test_bfloat16(case):
     assert error <= 1.5 * own
 
 
-@pytest.mark.parametrize("recompute", ["layer", "layer+input"])
-def test_recompute_policies(case, recompute):
-    model = connect(case, perturbed(case.make()))
-    for module in model.modules():
+def compiled_layers(case, model):
+    for layer in case.layers(model):
+        layer.compile(backend="aot_eager")
+    return case.run(model)
+
+
+def compiled(case, model):
+    """One graph."""
+    return case.run(torch.compile(model, backend="aot_eager", fullgraph=True))
+
+
+def checkpointed(case, model):
+    return torch.utils.checkpoint.checkpoint(case.run, model, use_reentrant=False)
+
+
+@pytest.mark.parametrize("form", ["layer", "layer+input", compiled_layers, compiled, checkpointed])
+def test_forms_that_compute_the_same(case, form):
+    torch._dynamo.reset()
+    plain = perturbed(case.make())
+    for module in plain.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    wanted = gradients(model, case.run(model))
-    for _, parent, layers in case.places(model):
-        state = parent._modules[NAME].state_dict()
-        deepfast.disconnect(parent)
-        made = deepfast.connect(
-            parent, layers, norm="pre", connection="attnres", sublayers="auto", recompute=recompute
-        )
-        made.load_state_dict(state)
-    assert_same(gradients(model, case.run(model)), wanted)
+    model = connect(case, copy.deepcopy(plain))
+    out = case.run(model)
+    wanted = gradients(model, out)
+    if isinstance(form, str):
+        model = connect(case, plain, recompute=form)
+    got = case.run(model) if isinstance(form, str) else form(case, model)
+    torch.testing.assert_close(got, out, rtol=1e-4, atol=1e-5)
+    tolerance = 1e-4 if form in (compiled, compiled_layers) else 1e-5
+    assert_same(gradients(model, got), wanted, tolerance)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("torch pre-norm", "timm")])
@@ -290,36 +306,6 @@ def test_checkpointing_of_transformers(name):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         gradients(model, case.run(model))
-
-
-def test_checkpoint_of_the_whole_stack(case):
-    model = connect(case, perturbed(case.make()))
-    wanted = gradients(model, case.run(model))
-    out = torch.utils.checkpoint.checkpoint(case.run, model, use_reentrant=False)
-    assert_same(gradients(model, out), wanted)
-
-
-def test_each_layer_compiled(case):
-    torch._dynamo.reset()
-    model = connect(case, perturbed(case.make()))
-    out = case.run(model)
-    wanted = gradients(model, out)
-    for layer in case.layers(model):
-        layer.compile(backend="aot_eager")
-    got = case.run(model)
-    torch.testing.assert_close(got, out, rtol=1e-4, atol=1e-5)
-    assert_same(gradients(model, got), wanted, 1e-4)
-
-
-def test_the_whole_model_compiled(case):
-    """One graph."""
-    torch._dynamo.reset()
-    model = connect(case, perturbed(case.make()))
-    out = case.run(model)
-    wanted = gradients(model, out)
-    got = case.run(torch.compile(model, backend="aot_eager", fullgraph=True))
-    torch.testing.assert_close(got, out, rtol=1e-4, atol=1e-5)
-    assert_same(gradients(model, got), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("first", ["patch", "connect"])

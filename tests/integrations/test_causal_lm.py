@@ -204,7 +204,10 @@ def test_lora(target):
     config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
     model, inputs = peft.get_peft_model(make("LlamaForCausalLM"), config), batch(padded=True)
     if target == "lm_head":
-        with pytest.raises(ValueError, match=r"must be a torch.nn.Linear .* got .*peft\.tuners\.lora\.layer\.Linear"):
+        with pytest.raises(
+            ValueError,
+            match=r"must be a .* got .*peft\.tuners\.lora\.layer\.Li",
+        ):
             deepfast.causal_lm_loss(model, **inputs)
     else:
         assert_same(ours(model, inputs), results(model, inputs))

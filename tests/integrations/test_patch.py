@@ -175,116 +175,80 @@ class MyRMSNorm(nn.Module):
         return self.weight * n.to(x.dtype)
 
 
-class OffsetRMSNorm(MyRMSNorm):
-    def forward(self, x):
-        return super().forward(x) + super().forward(x) / self.weight
+def root_mean_square(norm, x, *dims):
+    return x * (x.pow(2).mean(dims, keepdim=True) + norm.eps).rsqrt()
 
 
-class OtherEpsRMSNorm(MyRMSNorm):
-    def forward(self, x):
-        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+def by_halves(norm, x):
+    first = x.unflatten(-1, (3, 2))[..., :1].expand(*x.shape[:-1], 3, 2).flatten(-2)
+    return MyRMSNorm.forward(norm, first)
 
 
-class ByHalvesRMSNorm(MyRMSNorm):
-    def forward(self, x):
-        return super().forward(
-            x.unflatten(-1, (3, 2))[..., :1].expand(*x.shape[:-1], 3, 2).flatten(-2)
-        )
+def channels_first(norm, x):
+    """Of images."""
+    return norm.weight.view(1, -1, *[1] * (x.dim() - 2)) * root_mean_square(norm, x, 1)
 
 
-class RoundedRMSNorm(MyRMSNorm):
-    """In bf16 the result has the dtype of no family."""
-
-    def forward(self, x):
-        return super().forward(x).half()
+def takes_matrices(norm, x):
+    assert x.dim() == 2
+    return MyRMSNorm.forward(norm, x)
 
 
-class GatedRMSNorm(MyRMSNorm):
-    def forward(self, x, gate=None):
-        return super().forward(x if gate is None else x * gate)
+def gated(norm, x, gate=None):
+    return MyRMSNorm.forward(norm, x if gate is None else x * gate)
 
 
-class BiasedRMSNorm(MyRMSNorm):
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
+def scaled(norm, x):
+    return MyRMSNorm.forward(norm, x) * norm.scale
 
 
-class NoEpsRMSNorm(MyRMSNorm):
-    def __init__(self):
-        super().__init__(eps=None)
-
-    def forward(self, x):
-        return self.weight * x
-
-
-class SequenceRMSNorm(MyRMSNorm):
-    """Over all dimensions but the first."""
-
-    def forward(self, x):
-        n = x * (x.pow(2).mean(tuple(range(1, x.dim())), keepdim=True) + self.eps).rsqrt()
-        return self.weight * n
-
-
-class ChannelRMSNorm(MyRMSNorm):
-    """Of images with their channels first."""
-
-    def forward(self, x):
-        n = x * (x.pow(2).mean(1, keepdim=True) + self.eps).rsqrt()
-        return self.weight.view(1, -1, *[1] * (x.dim() - 2)) * n
-
-
-class LimitedRMSNorm(MyRMSNorm):
-    def forward(self, x):
-        return super().forward(x.clamp(-9, 9))
-
-
-class BufferRMSNorm(MyRMSNorm):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(6))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-class ScalarRMSNorm(MyRMSNorm):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-
-class NoWeightRMSNorm(MyRMSNorm):
-    def __init__(self):
-        super().__init__()
-        self.register_parameter("weight", None)
-
-
-class FailingRMSNorm(MyRMSNorm):
-    def forward(self, x):
-        assert x.dim() == 2
-        return super().forward(x)
-
-
+FORMULAS = {
+    "Offset": lambda norm, x: MyRMSNorm.forward(norm, x) * (1 + 1 / norm.weight),
+    "OtherEps": lambda norm, x: (
+        norm.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + norm.eps)
+    ),
+    "ByHalves": by_halves,
+    # In bf16 the result has the dtype of no family.
+    "Rounded": lambda norm, x: MyRMSNorm.forward(norm, x).half(),
+    # Over all dimensions but the first.
+    "Sequence": lambda norm, x: norm.weight * root_mean_square(norm, x, *range(1, x.dim())),
+    "Channel": channels_first,
+    "Limited": lambda norm, x: MyRMSNorm.forward(norm, x.clamp(-9, 9)),
+    "Failing": takes_matrices,
+}
+PARTS = {
+    "Gated": (gated, lambda norm: None),
+    "Biased": (MyRMSNorm.forward, lambda norm: norm.register_parameter(
+        "bias", nn.Parameter(torch.zeros(6))
+    )),
+    "Buffer": (scaled, lambda norm: norm.register_buffer("scale", torch.ones(6))),
+    "Scalar": (MyRMSNorm.forward, lambda norm: norm.register_parameter(
+        "weight", nn.Parameter(torch.ones(1))
+    )),
+    "NoWeight": (MyRMSNorm.forward, lambda norm: norm.register_parameter("weight", None)),
+    "NoEps": (lambda norm, x: norm.weight * x, lambda norm: setattr(norm, "eps", None)),
+}  # fmt: skip
 UNKNOWN = "its formula is not known"
 OTHER = "it has not one argument, one weight (D,) and one eps"
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [(OffsetRMSNorm, UNKNOWN), (OtherEpsRMSNorm, UNKNOWN), (ByHalvesRMSNorm, UNKNOWN),
-     (RoundedRMSNorm, UNKNOWN), (SequenceRMSNorm, UNKNOWN), (ChannelRMSNorm, UNKNOWN),
-     (LimitedRMSNorm, UNKNOWN), (FailingRMSNorm, UNKNOWN), (GatedRMSNorm, OTHER),
-     (BiasedRMSNorm, OTHER), (BufferRMSNorm, OTHER), (ScalarRMSNorm, OTHER),
-     (NoWeightRMSNorm, OTHER), (NoEpsRMSNorm, OTHER)],
-)  # fmt: skip
-def test_a_norm_is_asked_what_it_computes(kind, why):
+def variant(name):
+    """A norm of a class of its own, and why it is left."""
+    forward, change = PARTS.get(name) or (FORMULAS[name], lambda norm: None)
+    norm = type(f"{name}RMSNorm", (MyRMSNorm,), {"forward": forward})()
+    change(norm)
+    return norm, UNKNOWN if name in FORMULAS else OTHER
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, *PARTS])
+def test_a_norm_is_asked_what_it_computes(name):
     """Its weights are at their start, where many formulas agree. Nothing of it changes."""
-    random, norms = torch.get_rng_state(), nn.Sequential(MyRMSNorm(), kind())
+    norm, why = variant(name)
+    random, norms = torch.get_rng_state(), nn.Sequential(MyRMSNorm(), norm)
     before = [(p, p.clone()) for p in norms.parameters()]
     with pytest.warns(UserWarning, match=re.escape(why)):
         handle = deepfast.patch(norms)
-    assert (handle.replaced, handle.left) == ({"MyRMSNorm": 1}, {kind.__name__: why})
+    assert (handle.replaced, handle.left) == ({"MyRMSNorm": 1}, {type(norm).__name__: why})
     for p, (same, value) in zip(norms.parameters(), before, strict=True):
         assert p is same
         assert torch.equal(p, value)
@@ -319,7 +283,7 @@ def test_what_is_left_is_named():
 
     own = nn.LayerNorm(3)
     own.forward = lambda x: x
-    model = nn.Sequential(NoEpsRMSNorm(), nn.LayerNorm((2, 3)), nn.LayerNorm(3))
+    model = nn.Sequential(variant("NoEps")[0], nn.LayerNorm((2, 3)), nn.LayerNorm(3))
     with pytest.warns(UserWarning, match="deepfast.patch left") as found:
         handle = deepfast.patch(model)
     assert handle.replaced == {"LayerNorm": 1}
