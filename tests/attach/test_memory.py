@@ -108,7 +108,7 @@ def run(model, x=X):
     return model(x)
 
 
-@pytest.mark.filterwarnings("ignore:deepfast.connect. the loop")
+@pytest.mark.filterwarnings("ignore:deepfast.connect. layer")
 @pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("how", RUNS)
 def test_dropout_and_loops(how, recompute, same_blocks):

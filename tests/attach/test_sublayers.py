@@ -75,13 +75,29 @@ def test_a_layer_that_checkpoints_itself():
         both(connected(Checkpointed, recompute="layer"))
 
 
+class Nested(TwoParts):
+    """Its second sublayer is a connected model."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Loop(layers=2, layer=TwoParts)
+        deepfast.connect(self.mlp, norm="pre", connection="attnres", sublayers=NAMES)
+
+
+SUMS = ("norm1", None), ("norm2", None)
+
+
 @pytest.mark.parametrize(
     ("layer", "sublayers"),
     [
         (SideBySide, [(("norm1", "norm2"), None)]),
-        (Differences, [("norm1", None), ("norm2", None)]),
-        (Flat, [("norm1", None), ("norm2", None)]),
-        (Flat, [("norm1", "attn"), ("norm2", None)]),
+        (Differences, SUMS),
+        (Flat, SUMS),
+        (Flat, NAMES),
+        (Gated, SUMS),
+        (AddsInPlace, (("norm1", "attn"), ("norm2", "mlp"))),
+        (ByKeyword, NAMES),
+        (Nested, NAMES),
     ],
 )
 def test_other_layers(layer, sublayers):
@@ -111,21 +127,6 @@ def test_checkpoints_of_sublayers(which):
     assert model.blocks.attachment.running.thread.layer is None
     # A sublayer alone runs as ever.
     assert model.blocks[0].mlp(X.double()).shape == X.shape
-
-
-def test_a_layer_that_also_reads_its_input():
-    got, wanted = both(connected(Gated, [("norm1", None), ("norm2", None)]))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-
-
-def test_a_sum_in_place_of_the_layer_s_own():
-    got, wanted = both(connected(AddsInPlace, [("norm1", "attn"), ("norm2", "mlp")]))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-
-
-def test_norms_that_get_their_input_by_keyword():
-    got, wanted = both(connected(ByKeyword))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", [
@@ -160,8 +161,7 @@ def test_nothing_is_left_of_a_pass(options, what):
     {"additive": "gated"}, {"additive": "one"}, {"additive": "gated", "recompute": "layer"},
 ])  # fmt: skip
 def test_added_to_the_layers_own_sums(layer, options):
-    names = [("norm1", None), ("norm2", None)] if layer is Differences else NAMES
-    got, wanted = both(connected(layer, names, **options))
+    got, wanted = both(connected(layer, SUMS if layer is Differences else NAMES, **options))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
@@ -216,19 +216,8 @@ def test_torch_layers_in_training_and_evaluation():
         torch.testing.assert_close(model.eval()(X), model.train()(X))
 
 
-class Nested(TwoParts):
-    """Its second sublayer is a connected model."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = Loop(layers=2, layer=TwoParts)
-        deepfast.connect(self.mlp, norm="pre", connection="attnres", sublayers=NAMES)
-
-
-def test_a_connected_model_in_a_layer():
+def test_a_connected_model_in_a_layer_stays():
     model = connected(Nested)
-    got, wanted = both(model)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
     inner = model.blocks[0].mlp
     before = inner(X.double())
     deepfast.disconnect(model)
