@@ -33,7 +33,7 @@ class AddedResiduals(AttentionResiduals):
             nn.init.zeros_(self.gamma)
 
     def add(self, h: Tensor, read: Tensor, row: int) -> Tensor:
-        """What row ``row`` is, from the layer's own sum and the sum over states."""
+        """Row ``row``, from h, the layer's own sum, and ``read``, the sum over states."""
         if self.gamma is None:
             return h + read.to(h.dtype)
         return torch.addcmul(h, read.to(h.dtype), self.gamma[row].to(h.dtype))

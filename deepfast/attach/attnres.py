@@ -33,7 +33,7 @@ WANTED = {
     "score_function": "softmax",
     "window": None,
 }
-"""What attention residuals with such a checkpoint have."""
+"""The options of attention residuals with such a checkpoint."""
 
 
 class Place(NamedTuple):
@@ -65,12 +65,12 @@ def _place(op: str, model: nn.Module) -> Place:
         )
     residuals: Any = parents[0]._modules[NAME]
     attachment: Any = attachment_of(parents[0])
-    found = {name: getattr(residuals, name, None) for name in WANTED} | {
+    options = {name: getattr(residuals, name, None) for name in WANTED} | {
         "norm_affine": residuals.norm_weight is not None,
         "additive": isinstance(residuals, AddedResiduals),
     }
-    if found != WANTED:
-        raise ValueError(f"{op}: expected {WANTED}, as these checkpoints have, got {found}")
+    if options != WANTED:
+        raise ValueError(f"{op}: expected {WANTED}, as these checkpoints have, got {options}")
     start = names[parents[0]]
     return Place(f"{start}." if start else "", names[attachment.layers], residuals)
 
@@ -149,8 +149,8 @@ def load_attnres(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
             f"{op}: expected the names of {' or '.join(NAMES)}, such as {keys('fla', 'proj')[0]}; "
             "the checkpoint has none of them"
         )
-    if own := [key for key in state if key.startswith(start)]:
-        raise ValueError(f"{op}: the checkpoint has the reads under two names, also {own[0]}")
+    if second := [key for key in state if key.startswith(start)]:
+        raise ValueError(f"{op}: the checkpoint has the reads under two names, also {second[0]}")
     for target, (part, shape) in parts.items():
         values = []
         for key in keys(names, part):

@@ -69,7 +69,7 @@ class LayerRun:
         return RuntimeError(f"{OP}: the sublayer behind {norms} of layer {self.k} {text}")
 
     def norm(self, number: int, given: Tensor) -> Tensor:
-        """What a norm of a sublayer gets in place of ``given``."""
+        """The tensor that a norm of a sublayer gets in place of ``given``."""
         eager = not torch.compiler.is_compiling()
         if number == self.number:
             if eager and given is not self.before[0]:
@@ -110,7 +110,7 @@ class LayerRun:
             self.added = y, version(y)
 
     def end(self, total: Tensor) -> Tensor:
-        """What the sublayer has added, behind which the layer's own sum is ``total``."""
+        """The tensor that the sublayer has added, behind which the layer's own sum is ``total``."""
         last, shape = self.run.settings.sublayers[self.number].last, self.run.shape
         (before, old), (added, returned), self.added = self.before, self.added, (None, 0)
         in_place = before is total or version(before) != old
@@ -161,7 +161,7 @@ class LayerRun:
         settings.checked.add(place)
 
     def last(self, y: Tensor) -> Tensor:
-        """What the layer's last sublayer has added; y is the layer's output."""
+        """The tensor that the last sublayer has added; y is the layer's output."""
         if self.number < self.run.settings.reads - 1:
             raise self._error("did not run", self.number + 1)
         added = self.end(y)
@@ -178,21 +178,21 @@ class Hook:
 
     def __call__(self, _module: nn.Module, *given: Any) -> Any:
         traced = torch.compiler.is_compiling() and self.settings.running.trace.layer is not None
-        return self.run(*given) if traced else self.outside(*given)
+        return self.act(*given) if traced else self.outside(*given)
 
-    def run(self, *given: Any) -> Any:
-        """What the hook does and returns."""
+    def act(self, *given: Any) -> Any:
+        """The result of the hook."""
         raise NotImplementedError
 
     @torch.compiler.disable(reason="a read of a sublayer outside of the graph")
     def outside(self, *given: Any) -> Any:
-        return self.run(*given)
+        return self.act(*given)
 
 
 class Read(Hook):
     """Before a norm of the sublayer: its input becomes the row."""
 
-    def run(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def act(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         name = None if args else next(iter(kwargs), None)
         given = args[0] if args else kwargs.get(name)
         layer = self._layer(given)
@@ -231,7 +231,7 @@ class Read(Hook):
 class Take(Hook):
     """Behind the last module of the sublayer."""
 
-    def run(self, _args: tuple, output: Any) -> None:
+    def act(self, _args: tuple, output: Any) -> None:
         layer = self.settings.running.here.layer
         if layer is not None:
             layer.output(self.sublayer, output)

@@ -1,4 +1,4 @@
-"""What runs in somebody else's loop: its hooks, its list of layers, and a stand-in for each layer.
+"""The hooks of somebody else's loop, its list of layers, and a stand-in for each layer.
 
 While the parent's forward runs, the list gives a stand-in in place of each layer. At all other
 times it is an ordinary list. `deepfast.attach` has the picture.
@@ -22,18 +22,7 @@ from deepfast.nn.rerun import rerun
 def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Runs layer k and returns its result, in which the next layer's input replaces its output."""
     settings, this, eager = run.settings, run.named(k), not torch.compiler.is_compiling()
-    pushed, reads = len(run.history), settings.reads
-    is_next = pushed == reads * k + (k > 0)
-    if not is_next and (pushed <= reads * k or torch._C._current_graph_task_id() == -1):
-        raise RuntimeError(
-            f"{this} was called after {max(pushed - 1, 0) // reads} layers; a depth connection "
-            "needs every layer once and in its order, without LayerDrop"
-        )
-    if run.learns and not torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{this} runs without gradients in a pass with gradients; where the loop checkpoints "
-            "its layers, use use_reentrant=False"
-        )
+    is_next = run.check_turn(k)
     name, named = settings.input_name, len(args) == 0
     if named and name not in kwargs:
         raise TypeError(
@@ -86,11 +75,11 @@ def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -
             f"{this} modifies its input in place; attention residuals need layers that do not, and "
             "so does every recompute policy but 'none'"
         )
-    following = run.after(y, v, reads * (k + 1))
+    following = run.after(y, v, settings.reads * (k + 1))
     if not isinstance(result, tuple):
         return following
-    own = (t for t in result[1:] if not any(t is g for g in given))
-    run.beside = [t for t in own if isinstance(t, Tensor) and t.shape == x.shape]
+    new = (t for t in result[1:] if not any(t is g for g in given))
+    run.beside = [t for t in new if isinstance(t, Tensor) and t.shape == x.shape]
     returned = (following, *result[1:])
     return type(result)(*returned) if hasattr(result, "_fields") else returned
 
@@ -112,7 +101,7 @@ def _check_passed_on(run: Pass, k: int, given: list) -> None:
     )
 
 
-class LayerCall:
+class StandIn:
     """Stands in for layer k while its parent's forward runs; its attributes are the layer's."""
 
     def __init__(self, run: Pass, k: int, layer: nn.Module):
@@ -131,7 +120,7 @@ class LayerCall:
             setattr(self._layer, name, value)
 
 
-class EagerCall(LayerCall):
+class EagerStandIn(StandIn):
     """The same outside of torch.compile, which cannot trace an object with another class: here
     `isinstance`, ``==`` and sets of layers find the layer."""
 
@@ -218,8 +207,9 @@ class Attachment:
         for module in self.layers.modules():
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 hooks, with_kwargs = (getattr(module, n) for n in (name, f"{name}_with_kwargs"))
-                own = [k for k, h in hooks.items() if getattr(h, "settings", 0) is self.settings]
-                for key in own:
+                for key, hook in [*hooks.items()]:
+                    if getattr(hook, "settings", None) is not self.settings:
+                        continue
                     del hooks[key]
                     with_kwargs.pop(key, None)
         self.layers.__class__ = self.layers.plain
@@ -236,8 +226,8 @@ class Attachment:
                 hooks.pop(NAME, None)
 
     def _kind(self) -> tuple:
-        """What may not change while the parent is connected. A wrapper of the connection such as
-        PEFT's ``modules_to_save`` has the attributes of what it wraps."""
+        """The sizes that may not change. A wrapper of the connection such as PEFT's
+        ``modules_to_save`` has the attributes of what it wraps."""
         connection = self.parent._modules.get(NAME)
         names = "name", "num_layers", "dim"
         return len(self.layers), *(getattr(connection, name, None) for name in names)
@@ -289,7 +279,7 @@ class Attachment:
 
 
 class _Loop(nn.Module):
-    """What both connected lists share."""
+    """The behaviour of both kinds of connected lists."""
 
     attachment: Attachment
     plain: type
@@ -303,8 +293,8 @@ class _Loop(nn.Module):
         run, layers = self.attachment.running.run, self._layers()
         if run is None:
             return layers
-        stand_in = LayerCall if torch.compiler.is_compiling() else EagerCall
-        return [stand_in(run, k, layer) for k, layer in enumerate(layers)]
+        kind = StandIn if torch.compiler.is_compiling() else EagerStandIn
+        return [kind(run, k, layer) for k, layer in enumerate(layers)]
 
     def __len__(self) -> int:
         return len(self._layers())

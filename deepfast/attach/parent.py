@@ -13,7 +13,7 @@ from deepfast import checks
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Running, Settings
-from deepfast.attach.sublayers import OP, find
+from deepfast.attach.sublayers import OP, find_sublayers
 from deepfast.depth.connection import DepthConnection
 from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
@@ -101,8 +101,8 @@ def connect(
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)
-    where, found = _find_layers(parent, layers)
-    parts = () if sublayers is None else find([*found], sublayers)
+    where, layer_list = _find_layers(parent, layers)
+    parts = () if sublayers is None else find_sublayers([*layer_list], sublayers)
     attends, config = connection in ATTENTION_RESIDUALS, getattr(parent, "config", None)
     for holder in (parent, config):
         for name in ("layerdrop", "layer_drop"):
@@ -125,7 +125,7 @@ def connect(
         useless and not attends and dlcl_options(connection, norm, options)["norm"] is None,
         f"{connection=} has no layer-norms, got {', '.join(useless)}=",
     )
-    first_norm = getattr(found[0], "norm_first", None)
+    first_norm = getattr(layer_list[0], "norm_first", None)
     if isinstance(first_norm, bool) and norm is not None and first_norm != (norm == "pre"):
         warnings.warn(
             f"{OP}: norm={norm!r} differs from the layers, which have norm_first={first_norm}",
@@ -137,9 +137,9 @@ def connect(
     if additive is not None:
         make = functools.partial(make, kind=AddedResiduals)
         options = options | {"additive": additive}
-    dim = _width(config, found[0]) if dim is None else dim
-    made = make(connection, len(found), dim, norm, options)
-    weight = next(found.parameters(), None)
+    dim = _width(config, layer_list[0]) if dim is None else dim
+    made = make(connection, len(layer_list), dim, norm, options)
+    weight = next(layer_list.parameters(), None)
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
         made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
@@ -147,7 +147,7 @@ def connect(
     settings = Settings(
         parent=kind,
         where=where,
-        input_name=next(iter(inspect.signature(found[0].forward).parameters), "hidden_states"),
+        input_name=next(iter(inspect.signature(layer_list[0].forward).parameters), "hidden_states"),
         subtracts=attends,
         additive=additive is not None,
         recompute=recompute,
@@ -157,7 +157,7 @@ def connect(
         running=Running(),
         checked=set(),
     )
-    Attachment(parent, found, settings)
+    Attachment(parent, layer_list, settings)
     return made
 
 
@@ -183,7 +183,7 @@ def disconnect(parent: nn.Module) -> None:
 
 
 def attachment_of(parent: nn.Module) -> Attachment | None:
-    """What `connect` has attached to ``parent``."""
+    """The attachment of `connect` to ``parent``."""
     attached = (vars(module).get("attachment") for module in parent.modules())
     mine = (a for a in attached if isinstance(a, Attachment) and a.parent is parent)
     return next(mine, None)
@@ -219,27 +219,27 @@ def _find_layers(parent: nn.Module, layers: str | None) -> tuple[str, Any]:
     if layers is None and type(parent) is nn.Sequential:
         layers = ""
     elif layers is None:
-        own = [name for name in lists if name in children]
-        own = [name for name in own if isinstance(modules[name], nn.ModuleList)] or own
-        layers = own[0] if len(own) == 1 else None
-    found, where = modules.get(layers), f"{kind}.{layers}" if layers else kind
+        names = [name for name in lists if name in children]
+        names = [name for name in names if isinstance(modules[name], nn.ModuleList)] or names
+        layers = names[0] if len(names) == 1 else None
+    layer_list, where = modules.get(layers), f"{kind}.{layers}" if layers else kind
     _refuse(
-        found is None,
+        layer_list is None,
         f"expected layers= to name the list of layers over which the forward of {kind} loops, got "
         f"{layers!r}; its lists are {lists or 'none'}",
     )
-    _refuse(type(found) in CLASSES.values(), f"{where} is connected already")
-    if type(found) not in CLASSES:
+    _refuse(type(layer_list) in CLASSES.values(), f"{where} is connected already")
+    if type(layer_list) not in CLASSES:
         raise TypeError(
             f"{OP}: {where} must be an nn.ModuleList or nn.Sequential, not a subclass of one, got "
-            f"{type(found).__name__}"
+            f"{type(layer_list).__name__}"
         )
-    first = next(iter(found), None)
+    first = next(iter(layer_list), None)
     _refuse(
         first is None or not _has_forward(first),
         f"{where} must be a list of layers that have a forward, got {type(first).__name__}s",
     )
-    return where, found
+    return where, layer_list
 
 
 def _width(config: Any, layer: nn.Module) -> int:

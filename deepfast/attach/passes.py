@@ -16,7 +16,7 @@ from deepfast.nn.recompute import Kept
 from deepfast.ops import common
 
 POLICIES = ("none", *RERUN)
-"""What autograd keeps of a layer besides its state: what the layer keeps; its input; nothing."""
+"""Autograd keeps of a layer, besides its state: what the layer keeps; its input; nothing."""
 
 NAME = "depth_connection"
 """The connection's name among the children of its parent."""
@@ -61,7 +61,7 @@ class Running:
 
 
 class Settings(NamedTuple):
-    """What all passes of a connection share."""
+    """The constants of a connected parent, and the record of what runs in it."""
 
     parent: str
     """The class of the parent, in errors."""
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
     additive: bool
     """Whether the rows are added to the layers' own sums."""
     recompute: str
-    """What autograd keeps of a layer."""
+    """One of `POLICIES`."""
     inplace: bool
     """Whether backward may overwrite states with gradients."""
     sublayers: tuple[Sublayer, ...]
@@ -142,27 +142,36 @@ class Pass:
         """Layer k, at the start of an error."""
         return f"{OP}: layer {k} of {self.settings.where}"
 
+    def check_turn(self, k: int) -> bool:
+        """Whether layer k is the next one; in backward it may run again. Raises for another layer,
+        and under another grad mode."""
+        pushed, reads = len(self.history), self.settings.reads
+        is_next = pushed == reads * k + (k > 0)
+        if not is_next and (pushed <= reads * k or torch._C._current_graph_task_id() == -1):
+            raise RuntimeError(
+                f"{self.named(k)} was called after {max(pushed - 1, 0) // reads} layers; a depth "
+                "connection needs every layer once and in its order, without LayerDrop"
+            )
+        if self.learns and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.named(k)} runs without gradients in a pass with gradients; where the loop "
+                "checkpoints its layers, use use_reentrant=False"
+            )
+        return is_next
+
     def check(self, k: int, what: str, y: object, shape: torch.Size | None = None) -> None:
         """Raises unless y, ``what`` of layer k, can be pushed, and has this shape."""
         where, dim = f"{OP}: the {what} of layer {k} of {self.settings.where}", self.connection.dim
-        if not isinstance(y, Tensor):
+        if not isinstance(y, Tensor) or y.is_nested:
             raise TypeError(
-                f"{where} must be a tensor, or a tuple whose first entry is one, got "
-                f"{type(y).__name__}"
+                f"{where} must be a tensor, or a tuple that begins with one, and not nested (build "
+                f"nn.TransformerEncoder with enable_nested_tensor=False), got {type(y).__name__}"
             )
-        if y.is_nested:
-            raise TypeError(
-                f"{where} is a nested tensor, which is not supported; build the encoder with "
-                "enable_nested_tensor=False"
-            )
-        if y.dim() == 0 or y.shape[-1] != dim:
+        if y.dim() == 0 or y.shape[-1] != dim or (shape is not None and y.shape != shape):
+            expected = f"(..., {dim})" if shape is None else tuple(shape)
             raise ValueError(
-                f"{where} must be (..., {dim}), got {tuple(y.shape)}; pass dim= to connect if the "
+                f"{where} must be {expected}, got {tuple(y.shape)}; pass dim= to connect if the "
                 "states have another width than the layers"
-            )
-        if shape is not None and y.shape != shape:
-            raise ValueError(
-                f"{where} must have its input's shape {tuple(shape)}, got {tuple(y.shape)}"
             )
 
     def push(self, v: Tensor, row: int) -> Tensor:
@@ -197,7 +206,7 @@ class Pass:
         return h
 
     def first(self, h: Tensor, row: int) -> Tensor:
-        """What the first norm of a layer gets, whose input is h."""
+        """The tensor that the first norm of a layer gets, whose input is h."""
         if not self.settings.additive:
             return h
         number, x = self.waiting
@@ -215,7 +224,8 @@ class Pass:
         return newest() is x and version(x) == count
 
     def input_again(self, x: Tensor) -> Callable[[], Tensor]:
-        """What gives x, a layer's input, again in backward: the states where x is the newest row.
+        """A function that gives x, a layer's input, in backward: from the states where x is the
+        newest row.
 
         It does not hold the history, whose token refers to the graph.
         """

@@ -86,7 +86,7 @@ def _make(base: type, *parts) -> type:
 
 
 class _Connected:
-    """What a connected class adds to its base."""
+    """The part of a connected class that its base lacks."""
 
     connected_parts: ClassVar[tuple[type, tuple[dict, ...], dict]]
     """The base; the settings of the connections, none where the config has them; and the arguments

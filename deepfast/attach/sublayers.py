@@ -1,4 +1,4 @@
-"""Which modules of somebody else's layer belong to its sublayers."""
+"""The sublayers of somebody else's layer: their modules, by name."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ KNOWN: dict[str, tuple | Callable[[Any], tuple]] = {
 it."""
 
 
-def find(layers: Sequence[nn.Module], given: Any) -> tuple[Sublayer, ...]:
+def find_sublayers(layers: Sequence[nn.Module], given: Any) -> tuple[Sublayer, ...]:
     """The sublayers of each layer, from the argument ``sublayers`` of `deepfast.connect`."""
     modules: list[nn.Module] = []
     # A layer may stand in several places.

@@ -13,8 +13,7 @@ OP = "causal_lm_loss"
 OTHER = {"adapter_names", "alora_offsets", "ignore_index", "logits_to_keep", "num_logits_to_keep"}
 OTHER |= {"shift_labels", "task_ids", "vocab_size"}
 """Arguments of models and of PEFT that change the loss."""
-OWN = "forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-"""Attributes of an output layer that change what a call of it does."""
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TOKENS, LARGEST = 8, 64.0
 """Of a sentence that is compared, and the largest of its logits: a cap changes it."""
 
@@ -76,11 +75,11 @@ def causal_lm_loss(
         raise TypeError(f"{OP}: {unknown[0]} is not supported")
     inputs.pop("return_dict", None)
     head = inner.get_output_embeddings()
-    own = [name for name in OWN if getattr(head, "__dict__", {}).get(name)]
-    if own or type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+    changes = [n for n in ("forward", *HOOKS) if getattr(head, "__dict__", {}).get(n)]
+    if changes or type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         raise ValueError(
             f"{OP}: the output layer of {type(inner).__name__} must be a torch.nn.Linear without "
-            f"hooks, whose weight is not sharded, got {type(head)} with {own}"
+            f"hooks, whose weight is not sharded, got {type(head)} with {changes}"
         )
     if not torch.compiler.is_compiling():
         kinds = bool, int, str

@@ -22,7 +22,7 @@ class Open(PerThread):
 
     history: DepthHistory | None = None
     x: Tensor | None = None
-    """What the newest row returned."""
+    """The newest row."""
 
 
 class LayerHistory(DLCL):

@@ -19,7 +19,7 @@ from deepfast.ops import common
 
 
 class Swapped:
-    """What comes first among the bases of a swapped class; the class of the norm follows."""
+    """The first base of a swapped class; the class of the norm is the second."""
 
     formula: Callable[..., Tensor]
 
@@ -76,8 +76,8 @@ def _formula(norm: Any) -> Callable | str:
     """The function that computes what a norm does, or why there is none."""
     weight = getattr(norm, "weight", None)
     if weight is not None and (weight.is_meta or type(weight) not in (nn.Parameter, Tensor)):
-        found = f"a {type(weight).__name__} on {weight.device} in {type(norm).__name__}"
-        raise ValueError(f"deepfast.patch: call it after loading, before sharding; got {found}")
+        state = f"a {type(weight).__name__} on {weight.device} in {type(norm).__name__}"
+        raise ValueError(f"deepfast.patch: call it after loading, before sharding; got {state}")
     if "forward" in vars(norm):
         return "its forward is not that of its class"
     if type(norm) in (nn.LayerNorm, nn.RMSNorm):

@@ -180,9 +180,9 @@ PASSES = [
     (second(lambda x: None), TypeError, "output of layer 1 .* got NoneType"),
     (second(lambda x: {"x": x}), TypeError, "output of layer 1 .* got dict"),
     (second(lambda x: ()), TypeError, "got tuple"),
-    (second(lambda x: x[:1]), ValueError, rf"shape \(2, 5, {D}\), got \(1, 5, {D}\)"),
+    (second(lambda x: x[:1]), ValueError, rf"must be \(2, 5, {D}\), got \(1, 5, {D}\)"),
     (second(lambda x: x[..., :8]), ValueError,
-     rf"output of layer 1 .* \(..., {D}\), got \(2, 5, 8\)"),
+     rf"output of layer 1 .* \(2, 5, {D}\), got \(2, 5, 8\)"),
     (longer(), RuntimeError, "Loop.blocks has another number of layers, since"),
 ]  # fmt: skip
 
