@@ -58,13 +58,13 @@ def _place(op: str, model: nn.Module) -> Place:
         raise TypeError(f"{op}: model must be a module, got {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
     parents = [m for m in names if isinstance(m._modules.get(NAME), AttentionResiduals)]
+    parents = [m for m in parents if attachment_of(m) is not None]
     if len(parents) != 1:
         raise ValueError(
             f"{op}: expected a {type(model).__name__} with one deepfast.connect, with "
             f"connection='attnres' and sublayers=, got {len(parents)}"
         )
     residuals: Any = parents[0]._modules[NAME]
-    attachment: Any = attachment_of(parents[0])
     options = {name: getattr(residuals, name, None) for name in WANTED} | {
         "norm_affine": residuals.norm_weight is not None,
         "additive": isinstance(residuals, AddedResiduals),
@@ -72,7 +72,7 @@ def _place(op: str, model: nn.Module) -> Place:
     if options != WANTED:
         raise ValueError(f"{op}: expected {WANTED}, as these checkpoints have, got {options}")
     start = names[parents[0]]
-    return Place(f"{start}." if start else "", names[attachment.layers], residuals)
+    return Place(f"{start}." if start else "", names[attachment_of(parents[0]).layers], residuals)
 
 
 def attnres_options(config: Any) -> dict:

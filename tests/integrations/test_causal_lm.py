@@ -98,20 +98,23 @@ def _without_word_0(logits, labels, **_):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("other", [_mean_of_sentences, _without_word_0])
-def test_a_loss_or_a_config_that_changes_is_seen(other):
-    model, inputs = make("LlamaForCausalLM"), batch()
-    deepfast.causal_lm_loss(model, **inputs)
-    model.loss_function = other
-    with pytest.raises(ValueError, match="has another loss than the mean cross entropy"):
-        deepfast.causal_lm_loss(model, **inputs)
-
-
-def test_a_router_loss_that_a_config_turns_on_is_seen():
-    """Also a small one."""
-    model, inputs = make("Qwen3MoeForCausalLM"), batch()
-    deepfast.causal_lm_loss(model, **inputs)
+def _router(model):
+    """A small loss."""
     model.router_aux_loss_coef, model.config.output_router_logits = 3e-5, True
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("LlamaForCausalLM", lambda model: setattr(model, "loss_function", _mean_of_sentences)),
+        ("LlamaForCausalLM", lambda model: setattr(model, "loss_function", _without_word_0)),
+        ("Qwen3MoeForCausalLM", _router),
+    ],
+)
+def test_a_loss_or_a_config_that_changes_is_seen(name, change):
+    model, inputs = make(name), batch()
+    deepfast.causal_lm_loss(model, **inputs)
+    change(model)
     with pytest.raises(ValueError, match="has another loss than the mean cross entropy"):
         deepfast.causal_lm_loss(model, **inputs)
 
