@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from deepfast.attach.layer_run import LayerRun, Read, Take
 from deepfast.attach.passes import NAME, Pass, Settings, version
 from deepfast.attach.sublayers import OP
-from deepfast.nn.rerun import rerun
+from deepfast.nn.recompute import rerun
 
 
 def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deepfast.attach.sublayers import OP, Sublayer
-from deepfast.depth.history import DepthHistory, PerThread, recompute_row
+from deepfast.depth.boundary import recompute_row
+from deepfast.depth.history import DepthHistory, PerThread
 from deepfast.memory.policies import RERUN
 from deepfast.nn.recompute import Kept
 from deepfast.ops import common
