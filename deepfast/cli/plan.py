@@ -58,9 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--padding", action="store_true", default=None, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE",
+        "--plot",
+        type=Path,
+        metavar="FILE",
         help="draw memory over depth, .svg or .png, for every policy",
-    )  # fmt: skip
+    )
 
 
 def _options(args: argparse.Namespace) -> dict:

@@ -218,10 +218,13 @@ def measure_case(
             found |= timed({COPY: copy_variant(nbytes // 2, sizes.device)[0]})
             fraction = found[COPY].median / found["deepfast"].median
         yield {
-            "op": name, "pass": what, "torch_form": case.how,
+            "op": name,
+            "pass": what,
+            "torch_form": case.how,
             "backend": "+".join(sorted({by for _, by in ran})),
             "seconds": {form: row.median for form, row in found.items()},
             "ratio": ratio(best, found["deepfast"]),
             "compile_seconds": seconds if others else None,
-            "moved_bytes": nbytes or None, "fraction_of_copy": fraction,
-        }  # fmt: skip
+            "moved_bytes": nbytes or None,
+            "fraction_of_copy": fraction,
+        }

@@ -15,8 +15,11 @@ from deepfast.memory.sizes import Sizes
 from deepfast.nn import DLCL, Packing, TransformerEncoder
 
 STACK, LOOP, RESIDUAL, CHECKPOINTED = (
-    "stack and sum", "loop of adds", "plain residual", "plain, checkpointed"
-)  # fmt: skip
+    "stack and sum",
+    "loop of adds",
+    "plain residual",
+    "plain, checkpointed",
+)
 PLAIN_FORMS = (STACK, LOOP, RESIDUAL, CHECKPOINTED)
 """Encoders of plain torch, in this order: DLCL as in the paper's code; DLCL as a loop of adds; no
 depth connection; no depth connection and `torch.utils.checkpoint` around each layer."""

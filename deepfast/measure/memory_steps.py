@@ -98,19 +98,25 @@ def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
             # An interrupted round has measured fewer policies.
             pairs = zip(row.seconds, keep.seconds, strict=False)
             relative = statistics.median(own / other for own, other in pairs)
-        found.append(row.as_dict() | {
-            "ratio": ratio(row),
-            "ratio_with_parameters": ratio(row, parameters),
-            "relative": relative,
-            "parameter_bytes": parameters,
-            "expected_relative": known.time,
-        })  # fmt: skip
+        found.append(
+            row.as_dict()
+            | {
+                "ratio": ratio(row),
+                "ratio_with_parameters": ratio(row, parameters),
+                "relative": relative,
+                "parameter_bytes": parameters,
+                "expected_relative": known.time,
+            }
+        )
     return {
-        "tokens": settings.memory_tokens, "sentences": settings.memory_batch,
-        "dim": sizes.dim, "num_heads": sizes.num_heads, "ffn_dim": sizes.ffn_dim,
+        "tokens": settings.memory_tokens,
+        "sentences": settings.memory_batch,
+        "dim": sizes.dim,
+        "num_heads": sizes.num_heads,
+        "ffn_dim": sizes.ffn_dim,
         "dropout": DROPOUT,
         "rows": found,
-    }  # fmt: skip
+    }
 
 
 def ratio(row: Row, more: int = 0) -> float | None:

@@ -64,11 +64,14 @@ def headlines(report: dict) -> list[dict]:
         _card(steps, [REFERENCE], "deepfast", "faster than stack and sum, a whole step"),
         _card(steps, [REFERENCE], "deepfast", "less memory than stack and sum", "peak_bytes", size),
         _card(steps, others, "deepfast", "faster than the fastest other form of DLCL"),
-        _card(steps, ["deepfast"], RESIDUAL,
-              "the time of the same stack without any depth connection"),
-        *(_card(alone, [form], "deepfast", f"faster than {form}, the mixing alone")
-          for form in (REFERENCE, "DenseFormer form")),
-    ]  # fmt: skip
+        _card(
+            steps, ["deepfast"], RESIDUAL, "the time of the same stack without any depth connection"
+        ),
+        *(
+            _card(alone, [form], "deepfast", f"faster than {form}, the mixing alone")
+            for form in (REFERENCE, "DenseFormer form")
+        ),
+    ]
     return cards + _frugal(report["policies"]["rows"])
 
 
@@ -103,11 +106,13 @@ def _frugal(rows: list[dict]) -> list[dict]:
     if POLICIES[-1] not in timed:
         return []
     keep, last = timed[POLICIES[0]], timed[POLICIES[-1]]
-    return [{
-        "value": f"{keep['peak_bytes'] / last['peak_bytes']:.2f}×",
-        "label": f"less memory with recompute={POLICIES[-1]} than without",
-        "detail": f"for {last['relative']:.2f}× the time, {last['depth']} layers",
-    }]  # fmt: skip
+    return [
+        {
+            "value": f"{keep['peak_bytes'] / last['peak_bytes']:.2f}×",
+            "label": f"less memory with recompute={POLICIES[-1]} than without",
+            "detail": f"for {last['relative']:.2f}× the time, {last['depth']} layers",
+        }
+    ]
 
 
 def spread(rows: list[dict]) -> dict | None:
@@ -155,9 +160,12 @@ def render(report: dict) -> str:
     jinja2 = require("jinja2", "the report")
     loader = jinja2.PackageLoader("deepfast.measure", package_path="")
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     environment.filters |= {function.__name__: function for function in FILTERS}
     return environment.get_template(TEMPLATE).render(
         report=report,

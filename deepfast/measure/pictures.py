@@ -138,8 +138,9 @@ def label_ends(axes, curves: Mapping[str, Curve], look: Look) -> None:
     to_pixels, to_data = axes.transData.transform, axes.transData.inverted().transform
     ends = sorted(
         (*reversed(to_pixels(curve[-1])), name)
-        for name, curve in curves.items() if curve and name not in look.unnamed
-    )  # fmt: skip
+        for name, curve in curves.items()
+        if curve and name not in look.unnamed
+    )
     right = max(x for _, x, _ in ends)
     places = _spread([y for y, _, _ in ends], gap=axes.figure.dpi * 12.5 / 72)
     for place, (y, x, name) in zip(places, ends, strict=True):

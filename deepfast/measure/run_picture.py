@@ -70,10 +70,9 @@ def _is_number(value: object) -> bool:
 def curves(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
     """The values of ``key`` over the steps, by curve; without curves of no value."""
     found = {
-        name: [(r["step"], r[key]) for r in rows
-               if r["event"] == event and r.get(key) is not None]
+        name: [(r["step"], r[key]) for r in rows if r["event"] == event and r.get(key) is not None]
         for event, name in EVENTS.items()
-    }  # fmt: skip
+    }
     return {name: curve for name, curve in found.items() if curve}
 
 
@@ -81,9 +80,11 @@ def side_norms(rows: Sequence[dict[str, Any]]) -> list[SideNorms]:
     """The gradient norms of each side that has layers."""
     kept = [row for row in rows if row["event"] == "train"]
     names = dict.fromkeys(
-        key for row in kept for key, value in row.items()
+        key
+        for row in kept
+        for key, value in row.items()
         if key.startswith(NORM) and isinstance(value, list)
-    )  # fmt: skip
+    )
     sides = []
     for key in names:
         own = [(row["step"], row[key]) for row in kept if isinstance(row.get(key), list)]

@@ -77,9 +77,12 @@ class MixingCase:
 def _row(settings: Settings, depth: int, variant: str, counted: bool = True) -> Row:
     moved = states_moved(variant, depth)
     return Row(
-        variant=variant, depth=depth, tokens=settings.tokens, counted=counted,
+        variant=variant,
+        depth=depth,
+        tokens=settings.tokens,
+        counted=counted,
         nbytes=None if moved is None else moved * settings.state_bytes,
-    )  # fmt: skip
+    )
 
 
 def _stacks(depth: int) -> int:

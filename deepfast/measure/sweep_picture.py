@@ -74,8 +74,9 @@ def caption(results: Results, numeric: bool) -> str:
     apart = sum("failed" not in run and diverged(run) for run in all_runs)
     missing = ", ".join(
         f"{count} of {len(all_runs)} runs {word}"
-        for count, word in ((apart, "diverged"), (failed, "failed")) if count
-    )  # fmt: skip
+        for count, word in ((apart, "diverged"), (failed, "failed"))
+        if count
+    )
     return f"{text} {missing}." if missing else text
 
 
@@ -102,9 +103,10 @@ def draw(results: Results, points: Sequence[Point], path: Path) -> None:
         points: all points, with runs and without. The first is the baseline.
     """
     panels = {
-        name: title for name, title in PANELS.items()
+        name: title
+        for name, title in PANELS.items()
         if any(known(runs, name) for runs in results.values())
-    }  # fmt: skip
+    }
     places = list(dict.fromkeys(point.values[0] for point in points))
     across = [_number(value) for value in places]
     numeric = len(across) > 1 and all(map(math.isfinite, across))
@@ -148,8 +150,10 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
             if not runs:
                 continue
             color, style = looks[point]
-            curves = [[(step, math.nan if nll is None else nll) for step, nll in run["curve"]]
-                      for run in runs]  # fmt: skip
+            curves = [
+                [(step, math.nan if nll is None else nll) for step, nll in run["curve"]]
+                for run in runs
+            ]
             length = min(map(len, curves))
             steps = [step for step, _ in curves[0][:length]]
             mean = [statistics.mean(curve[at][1] for curve in curves) for at in range(length)]
@@ -177,8 +181,9 @@ def draw_gradients(results: Results, path: Path) -> None:
             axes.set_title(f"norm of the gradient, {title} step")
             for point, runs in results.items():
                 color, style = looks[point]
-                layers = [_layers(run["gradient_norms"][at]) for run in runs
-                          if run.get("gradient_norms")]  # fmt: skip
+                layers = [
+                    _layers(run["gradient_norms"][at]) for run in runs if run.get("gradient_norms")
+                ]
                 mean = [statistics.mean(x) for x in zip(*layers, strict=True)]
                 axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=style,
                           linewidth=1.4, label=", ".join(point.values))  # fmt: skip

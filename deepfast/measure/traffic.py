@@ -81,10 +81,7 @@ def engine_moved(
     """
     rows = len(pattern)
     schedule = Schedule(pattern, block or default_block(rows, device_type))
-    far = [
-        schedule.far_readers(start, end, range(end, rows))
-        for start, end in schedule.blocks
-    ]  # fmt: skip
+    far = [schedule.far_readers(start, end, range(end, rows)) for start, end in schedule.blocks]
     # Forward: every state is read once from the layer and written into its slot.
     total = 2 * rows + _mixes(schedule)
     # Backward recomputes the mixed inputs. They stay in registers and are not written.

@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     # Loads it as translation will, to check that the file is complete.
     model, _ = load_model(args.output)
     count = sum(p.numel() for p in model.parameters())
-    print(f"model: {model.describe()}, {count:,} parameters, embeddings shared: "
-          f"{config.share_embeddings}")  # fmt: skip
+    print(
+        f"model: {model.describe()}, {count:,} parameters, embeddings shared: "
+        f"{config.share_embeddings}"
+    )
     print(to_translate(args.output))
     return 0

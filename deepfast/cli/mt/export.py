@@ -32,8 +32,11 @@ def run(args: argparse.Namespace) -> int:
         content.pop(key, None)
     weights, kind = content["model"], content.get("kind", "transformer")
     if Path(args.output).suffix == ".safetensors":
-        metadata = {"kind": kind, "config": json.dumps(content["config"]),
-                    "step": str(content["step"])}  # fmt: skip
+        metadata = {
+            "kind": kind,
+            "config": json.dumps(content["config"]),
+            "step": str(content["step"]),
+        }
         save = require("safetensors.torch", "exporting safetensors").save
         plain = {name: weight.contiguous().clone() for name, weight in weights.items()}
         write_atomically(output, save(plain, metadata))

@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         links = aligner.links(pairs)
         if pairs is texts[0]:
             write_translations(args.output / "dictionary", word_translations(pairs, links))
-        lines = [annotated(target, own, known)
-                 for (_, target), own in zip(pairs, links, strict=True)]  # fmt: skip
+        lines = [
+            annotated(target, own, known) for (_, target), own in zip(pairs, links, strict=True)
+        ]
         write_lines(args.output / name, map(" ".join, lines))
         words = sum(len(target) for _, target in pairs)
         unknown = sum(word not in known for _, target in pairs for word in target)

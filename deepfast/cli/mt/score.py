@@ -79,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if bounds:
         parts["by_length"] = own = bleu_by_length(sources, hypotheses, references, bounds)
         if args.picture:
-            pictures.parts([p.name.removesuffix(" words") for p in own], [p.bleu for p in own],
-                           args.picture)  # fmt: skip
+            pictures.parts(
+                [p.name.removesuffix(" words") for p in own], [p.bleu for p in own], args.picture
+            )
     if known is not None:
         name = "no unknown word in the reference"
         parts["known"] = [bleu_of_part(name, known, hypotheses, references)]

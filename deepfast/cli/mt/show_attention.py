@@ -49,9 +49,12 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.attention_picture import draw
 
     missing = draw(
-        weights, words, args.output, title=f"{side}: weight of each layer",
+        weights,
+        words,
+        args.output,
+        title=f"{side}: weight of each layer",
         across=f"{'source' if side == 'encoder' else 'translation'} ({SPACE} begins a word)",
-    )  # fmt: skip
+    )
     if missing:
         shown = "left to the viewer's fonts" if args.output.suffix == ".svg" else "shown as codes"
         print(f"deepfast mt show-attention: no font here has {missing}: {shown}", file=sys.stderr)

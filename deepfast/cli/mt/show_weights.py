@@ -30,9 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="written by deepfast mt train or convert")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a picture, .svg or .png")
     parser.add_argument(
-        "--threshold", type=float, metavar="X",
+        "--threshold",
+        type=float,
+        metavar="X",
         help="smallest weight of W to show, at least 0; default 0.1; 0 shows all",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--source", type=int, metavar="K", help="show the weights of this layer's output alone"
     )

@@ -43,15 +43,19 @@ EXAMPLE = "deepfast mt sweep phrases-dlcl30 --over model.encoder_layers=6,12,20,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--over", action="append", metavar="KEY=VALUE,VALUE",
+        "--over",
+        action="append",
+        metavar="KEY=VALUE,VALUE",
         help="a key of the recipe and its values; may be repeated; default: the recipe's systems",
-    )  # fmt: skip
+    )
     parser.add_argument("recipe", help="a YAML file, or a name from deepfast mt train --list")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every run")
     parser.add_argument(
-        "--only", action="append", metavar="NAME",
+        "--only",
+        action="append",
+        metavar="NAME",
         help="a system whose runs are made; may be repeated; the page has all finished runs",
-    )  # fmt: skip
+    )
     parser.add_argument("--seeds", type=int, help="runs of each; default: the recipe's, or 1")
     parser.add_argument("--plan", action="store_true", help="end after the plan")
     help = "folder; default: the recipe's output with -sweep at its end"
@@ -61,10 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "CPU threads of each process; default: the cores divided by --jobs"
     parser.add_argument("--threads", type=int, help=text)
     parser.add_argument(
-        "--memory-limit", metavar="BYTES",
+        "--memory-limit",
+        metavar="BYTES",
         help="such as 8GiB: start only as many processes as fit, by the peak that the largest "
         "run so far had; the run with the most parameters begins, alone. On a GPU its memory",
-    )  # fmt: skip
+    )
 
 
 def _processes(args: argparse.Namespace) -> Any:
@@ -119,17 +124,22 @@ def run(args: argparse.Namespace) -> int:
     words += [f"--seeds={args.seeds}"] if args.seeds is not None else []
     command = shlex.join(["deepfast", "mt", "sweep", *words])
     machine = environment()
-    values = {key: list(dict.fromkeys(point.values[at] for point in chosen))
-              for at, key in enumerate(chosen[0].keys)}  # fmt: skip
+    values = {
+        key: list(dict.fromkeys(point.values[at] for point in chosen))
+        for at, key in enumerate(chosen[0].keys)
+    }
 
     def write(results: dict, tried: dict) -> None:
         content = {
             "command": command,
             "machine": machine,
             "over": values,
-            "points": [{"values": dict(point.changes), "runs": own}
-                       for point, own in results.items() if own],
-        }  # fmt: skip
+            "points": [
+                {"values": dict(point.changes), "runs": own}
+                for point, own in results.items()
+                if own
+            ],
+        }
         write_page(folder, results, command, pilots, tried)
         write_atomically(folder / "sweep.json", json.dumps(content, indent=1).encode())
 

@@ -20,9 +20,10 @@ EXAMPLE = "deepfast mt translate model.pt --input test.en.gz --output test.de --
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", nargs="+",
+        "checkpoint",
+        nargs="+",
         help="written by deepfast mt train or convert; several must share one vocabulary",
-    )  # fmt: skip
+    )
     parser.add_argument("--input", default="-", help="a text file, plain or gzip; - is stdin")
     parser.add_argument("--output", default="-", help="a file, gzip if named .gz; - is stdout")
     parser.add_argument("--nbest", type=int, default=1, help="translations per line, at most beam")

@@ -48,8 +48,11 @@ class DepthGrowingConfig(TransformerConfig):
     def __post_init__(self):
         super().__post_init__()
         op = type(self).__name__
-        for name, plain in (("cross_attention", "top"), ("encoder_fusion", None),
-                            ("decoder_fusion", None)):  # fmt: skip
+        for name, plain in (
+            ("cross_attention", "top"),
+            ("encoder_fusion", None),
+            ("decoder_fusion", None),
+        ):
             if getattr(self, name) != plain:
                 raise ValueError(
                     f"{op}: {name} must be {plain} in a model that grows, "
@@ -60,8 +63,9 @@ class DepthGrowingConfig(TransformerConfig):
         top = self._values("top_encoder_connection", "top_decoder_connection")
         checks.choice(op, CONNECTIONS, **top)
         self._check_connections(op, "top_")
-        for name, connection in (top | self._values("encoder_connection",
-                                                    "decoder_connection")).items():  # fmt: skip
+        for name, connection in (
+            top | self._values("encoder_connection", "decoder_connection")
+        ).items():
             if connection == "latent":
                 raise ValueError(f"{op}: {name} must not be latent in a model that grows")
 

@@ -49,12 +49,17 @@ ATTENTIONS = {"attention": "self_attn", "cross_attention": "encoder_attn"}
 # The norms of a layer in the order of their numbers, and their names in later fairseq.
 NORMS = {
     "encoder": {"attention_norm": "self_attn", "feed_forward_norm": "final"},
-    "decoder": {"attention_norm": "self_attn", "cross_attention_norm": "encoder_attn",
-                "feed_forward_norm": "final"},
-}  # fmt: skip
-EMBEDDINGS = {"embedding.weight": "encoder.embed_tokens.weight",
-              "target_embedding.weight": "decoder.embed_tokens.weight",
-              "output.weight": "decoder.embed_out"}  # fmt: skip
+    "decoder": {
+        "attention_norm": "self_attn",
+        "cross_attention_norm": "encoder_attn",
+        "feed_forward_norm": "final",
+    },
+}
+EMBEDDINGS = {
+    "embedding.weight": "encoder.embed_tokens.weight",
+    "target_embedding.weight": "decoder.embed_tokens.weight",
+    "output.weight": "decoder.embed_out",
+}
 
 
 def read_fairseq(path: str | os.PathLike[str], *, unsafe: bool = False) -> dict[str, Any]:

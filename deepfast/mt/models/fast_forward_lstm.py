@@ -79,9 +79,12 @@ class FastForwardLSTMConfig(ModelConfig):
         super().__post_init__()
         op = type(self).__name__
         checks.whole(
-            op, dim=self.dim, embedding_dim=self.embedding_dim, encoder_layers=self.encoder_layers,
+            op,
+            dim=self.dim,
+            embedding_dim=self.embedding_dim,
+            encoder_layers=self.encoder_layers,
             decoder_layers=self.decoder_layers,
-        )  # fmt: skip
+        )
         if self.dim % 2:
             raise ValueError(f"{op}: dim must be even, got {self.dim}")
         checks.whole(op, 1, 2, columns=self.columns)

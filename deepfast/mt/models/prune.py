@@ -95,8 +95,10 @@ def _prune_side(
     fold = gates[0] if alike else [1.0] * layers
     pruned = {}
     for name, weight in weights.items():
-        start = next((p for p in (f"{side}.layers.", f"{side}.connection.norms.")
-                      if name.startswith(p)), None)  # fmt: skip
+        start = next(
+            (p for p in (f"{side}.layers.", f"{side}.connection.norms.") if name.startswith(p)),
+            None,
+        )
         if start is not None:
             number, _, rest = name.removeprefix(start).partition(".")
             index = int(number)

@@ -200,11 +200,15 @@ class Transformer(PackedModel):
 
     def parts(self) -> Mapping[str, Part]:
         """The layers of both sides, and the matrices of the vocabulary."""
-        words = {"embedding": self.embedding, "target_embedding": self.target_embedding,
-                 "output": self.output}  # fmt: skip
+        words = {
+            "embedding": self.embedding,
+            "target_embedding": self.target_embedding,
+            "output": self.output,
+        }
         layers: dict[str, Part] = {
-            "encoder": [*self.encoder.layers], "decoder": [*self.decoder.layers]
-        }  # fmt: skip
+            "encoder": [*self.encoder.layers],
+            "decoder": [*self.decoder.layers],
+        }
         return layers | {name: module for name, module in words.items() if module is not None}
 
     @property

@@ -111,15 +111,18 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         op = type(self).__name__
-        checks.whole(op, **self._values("dim", "num_heads", "ffn_dim", "encoder_layers",
-                                        "decoder_layers"))  # fmt: skip
+        checks.whole(
+            op, **self._values("dim", "num_heads", "ffn_dim", "encoder_layers", "decoder_layers")
+        )
         if self.dim % self.num_heads or self.dim % 2:
             raise ValueError(
                 f"{op}: dim must be an even multiple of num_heads {self.num_heads}, got {self.dim}"
             )
         checks.whole(op, 0, first_position=self.first_position)
-        checks.fraction(op, **self._values("dropout", "attention_dropout", "activation_dropout",
-                                           "mixture_dropout"))  # fmt: skip
+        checks.fraction(
+            op,
+            **self._values("dropout", "attention_dropout", "activation_dropout", "mixture_dropout"),
+        )
         checks.choice(op, ("xavier", "fan_in"), init=self.init)
         checks.choice(op, NORMS, norm=self.norm)
         checks.choice(op, (None, *NORMS), decoder_norm=self.decoder_norm)
@@ -199,8 +202,10 @@ class TransformerConfig(ModelConfig):
                 raise ValueError(
                     f"{op}: {side}_connection {connection} needs norm pre, got norm {norm}"
                 )
-        for option, most, needs in (("block", None, ("block_attnres",)),
-                                    ("reads", 2, ATTENTION_RESIDUALS)):  # fmt: skip
+        for option, most, needs in (
+            ("block", None, ("block_attnres",)),
+            ("reads", 2, ATTENTION_RESIDUALS),
+        ):
             name = f"{prefix}attnres_{option}"
             if getattr(self, name) is None:
                 continue
@@ -334,9 +339,9 @@ def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def base(vocab_size: int, **changes) -> TransformerConfig:
     """The paper's base size: 512 wide, 8 heads, 2048 feed-forward."""
-    return TransformerConfig(**{"vocab_size": vocab_size, "dim": 512, "num_heads": 8,
-    "ffn_dim": 2048}
-                             | changes)  # fmt: skip
+    return TransformerConfig(
+        **{"vocab_size": vocab_size, "dim": 512, "num_heads": 8, "ffn_dim": 2048} | changes
+    )
 
 
 def big(vocab_size: int, **changes) -> TransformerConfig:

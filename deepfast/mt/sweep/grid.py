@@ -38,8 +38,7 @@ LONGEST = 100
 """Characters of a folder's name."""
 SYSTEM = "system"
 """What stands above the names of systems."""
-DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output",
-           SYSTEM: "--only"}  # fmt: skip
+DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output", SYSTEM: "--only"}
 """Keys that a sweep sets itself, and the option that decides them."""
 
 
@@ -113,9 +112,11 @@ class Pilots:
     def best(self, results: Mapping[Point, Sequence[Result]]) -> Point | None:
         """The pilot with the lowest dev NLL; None where none has one."""
         found = {
-            pilot: run["nll"] for pilot, runs in results.items() for run in runs
+            pilot: run["nll"]
+            for pilot, runs in results.items()
+            for run in runs
             if run.get("nll") is not None
-        }  # fmt: skip
+        }
         return min(found, key=found.__getitem__, default=None)
 
 
@@ -195,8 +196,9 @@ def systems(recipe: str) -> tuple[list[Point], int, Pilots | None]:
     _keys(f"{recipe}: sweep", section, ("systems", "seeds", "pilots"))
     given = section.get("systems")
     expect(isinstance(given, dict) and bool(given), "sweep.systems", "names with their keys", given)
-    found = [_system(str(name), {} if changes is None else changes)
-             for name, changes in given.items()]  # fmt: skip
+    found = [
+        _system(str(name), {} if changes is None else changes) for name, changes in given.items()
+    ]
     same = {point.folder for point in found}
     expect(
         len(same) == len(found),
@@ -245,8 +247,10 @@ def _pilots(given: Any) -> Pilots | None:
     expect(isinstance(key, str), "sweep.pilots.key", "a key of a recipe, such as optim.lr", key)
     _undecided("sweep.pilots.key", key)
     fits = isinstance(values, list) and len(values) > 1
-    texts = [value if isinstance(value, str) else json.dumps(value, default=str)
-             for value in (values if fits else ())]  # fmt: skip
+    texts = [
+        value if isinstance(value, str) else json.dumps(value, default=str)
+        for value in (values if fits else ())
+    ]
     fits = fits and len({*texts}) == len(texts)
     expect(fits, "sweep.pilots.values", "a list of two different values or more", values)
     expect(is_whole(steps) and steps > 0, "sweep.pilots.steps", "an integer of at least 1", steps)
@@ -276,12 +280,18 @@ def runs_of(
         if point.recipe is not None:
             # Text and steps are those of all systems.
             shared = load_recipe(recipe, overrides).to_dict()
-            common = [f"{section}.{key}={json.dumps(value)}" for section in ("data", "train")
-                      for key, value in shared[section].items()]  # fmt: skip
+            common = [
+                f"{section}.{key}={json.dumps(value)}"
+                for section in ("data", "train")
+                for key, value in shared[section].items()
+            ]
             given = [*common, *given]
         plain = load_recipe(point.recipe or recipe, given)
-        said = [text for text in (*overrides, *point.overrides)
-                if re.match(r"train(\.|=.*\b)test_bleu\b", text)]  # fmt: skip
+        said = [
+            text
+            for text in (*overrides, *point.overrides)
+            if re.match(r"train(\.|=.*\b)test_bleu\b", text)
+        ]
         if plain.data.tests and not said:
             given.append("train.test_bleu=true")
         if not (plain.data.validates or plain.data.tests):
@@ -290,7 +300,8 @@ def runs_of(
             )
         base = plain if point.recipe is None else load_recipe(recipe, overrides)
         folder = folder or Path(f"{base.output}-sweep")
-        runs = seeded(point.name, point.recipe or recipe, given, point.seeds or seeds,
-                      folder / point.folder)  # fmt: skip
+        runs = seeded(
+            point.name, point.recipe or recipe, given, point.seeds or seeds, folder / point.folder
+        )
         found[point] = runs
     return found

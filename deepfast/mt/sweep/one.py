@@ -40,8 +40,11 @@ def before(recipe: Recipe) -> dict:
     with tempfile.TemporaryDirectory() as folder, settings(recipe.train):
         corpus = load_corpus(recipe.data, seed=recipe.train.seed, folder=Path(folder))
         trainer = Trainer(recipe, corpus, device)
-        found = {"model": trainer.model.describe(), "live_bytes": None,
-                 "threads": torch.get_num_threads()}  # fmt: skip
+        found = {
+            "model": trainer.model.describe(),
+            "live_bytes": None,
+            "threads": torch.get_num_threads(),
+        }
         planned = recipe.saves_memory and recipe.planned()
         if recipe.saves_memory and not planned:
             set_policy(trainer.model, recipe.recompute)
@@ -81,7 +84,9 @@ def after(result: TrainResult, data: DataSection) -> dict:
         "seconds": seconds,
         "bleu": result.test_bleu,
         # The BLEU of several languages is a mean, which no sums of sentences give.
-        "sentences": None if result.test_bleu is None or data.tagged else sentence_counts(
+        "sentences": None
+        if result.test_bleu is None or data.tagged
+        else sentence_counts(
             (result.output / TRANSLATED).read_text("utf-8").splitlines(),
             [target for _, target in held_out(data)[1]],
         ),
@@ -97,7 +102,7 @@ def after(result: TrainResult, data: DataSection) -> dict:
         # Other work on the machine disturbed the fastest line least.
         "target_tokens_per_second": max(row["target_tokens_per_second"] for row in trained),
         "parameters": parameters(model),
-    }  # fmt: skip
+    }
 
 
 def main(folder: Path) -> int:

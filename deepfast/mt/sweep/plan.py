@@ -41,8 +41,11 @@ def _trial(point: Point, run: Run, folder: Path) -> Run:
         average_last=0, test_bleu=False, validate_bleu=False, **few,
     )  # fmt: skip
     grow = recipe.grow and recipe.grow | {"train": recipe.grow.get("train", {}) | few}
-    return Run(f"plan, {point.name}", replace(recipe, train=train, grow=grow),
-               folder / FOLDER / point.folder)  # fmt: skip
+    return Run(
+        f"plan, {point.name}",
+        replace(recipe, train=train, grow=grow),
+        folder / FOLDER / point.folder,
+    )
 
 
 def plan(

@@ -263,9 +263,10 @@ def run_all(
     def expected(run: Run) -> int | None:
         """The memory that a run will take at most; None if no run has finished."""
         peaks = [
-            found["process_bytes"] for other, found in results.items()
+            found["process_bytes"]
+            for other, found in results.items()
             if found and "process_bytes" in found and other.parameters >= run.parameters
-        ]  # fmt: skip
+        ]
         return max(peaks, default=None)
 
     def fits(run: Run) -> bool:
@@ -310,9 +311,12 @@ def _start(run: Run, threads: int | None) -> subprocess.Popen:
         # would end it before it has saved.
         return subprocess.Popen(
             [*PROCESS, str(run.folder)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
             process_group=0,
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -332,8 +336,11 @@ def _ending(active: dict[Run, subprocess.Popen]):
     except KeyboardInterrupt:
         if active:
             runs = some(len(active), "run")
-            print(f"interrupted: {runs} will save and end; Ctrl-C again kills", file=sys.stderr,
-                  flush=True)  # fmt: skip
+            print(
+                f"interrupted: {runs} will save and end; Ctrl-C again kills",
+                file=sys.stderr,
+                flush=True,
+            )
         for process in active.values():
             process.terminate()
         for process in active.values():

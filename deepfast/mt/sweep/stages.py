@@ -72,18 +72,25 @@ class Sweep:
     def make(self, processes: Processes) -> bool:
         """Makes the pilots and then the runs; returns whether none of them failed. A point with a
         pilot that failed starts no run: the pilot may still win."""
-        lines = {pilot: self._wanted(point, [run])
-                 for point, own in self.trials.items() for pilot, run in own.items()}  # fmt: skip
+        lines = {
+            pilot: self._wanted(point, [run])
+            for point, own in self.trials.items()
+            for pilot, run in own.items()
+        }
         found = compare(lines, processes)
-        tried = {point: {pilot: list(found[pilot].values()) for pilot in own}
-                 for point, own in self.trials.items()}  # fmt: skip
+        tried = {
+            point: {pilot: list(found[pilot].values()) for pilot in own}
+            for point, own in self.trials.items()
+        }
 
         def write(results: Mapping[Point, Mapping[Run, Result]]) -> None:
             self._write({p: list(own.values()) for p, own in results.items() if own}, tried)
 
         failed = {point for point in self.chosen if _failed(tried[point].values())}
-        runs = {point: self._wanted(point, self.runs(point, tried[point]), point in failed)
-                for point in self.chosen}  # fmt: skip
+        runs = {
+            point: self._wanted(point, self.runs(point, tried[point]), point in failed)
+            for point in self.chosen
+        }
         results = compare(runs, processes, write)
         return not _failed(own.values() for own in (*found.values(), *results.values()))
 

@@ -59,8 +59,11 @@ def known(runs: Sequence[Result], name: str) -> list[Any]:
 def differences(runs: Sequence[Result], base: Sequence[Result], name: str) -> list[float]:
     """The value of each run less that of the baseline's run with the same seed."""
     of_base = {run["seed"]: run[name] for run in base if run.get(name) is not None}
-    return [run[name] - of_base[run["seed"]] for run in runs
-            if run.get(name) is not None and run["seed"] in of_base]  # fmt: skip
+    return [
+        run[name] - of_base[run["seed"]]
+        for run in runs
+        if run.get(name) is not None and run["seed"] in of_base
+    ]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -93,8 +96,10 @@ def resampled(counts: str) -> Tensor:
 def sentence_interval(runs: Sequence[Result], base: Sequence[Result]) -> tuple[float, float] | None:
     """What 95% of the resampled test sentences give for the difference of the mean BLEU of the same
     seeds (paired bootstrap, Koehn 2004); None without two such runs."""
-    found = [{run["seed"]: run["sentences"] for run in own if run.get("sentences")}
-             for own in (runs, base)]  # fmt: skip
+    found = [
+        {run["seed"]: run["sentences"] for run in own if run.get("sentences")}
+        for own in (runs, base)
+    ]
     seeds = found[0].keys() & found[1].keys()
     each = [resampled(own[seed]) for own in found for seed in sorted(seeds)]
     if not seeds:
@@ -129,11 +134,14 @@ def learned(runs: Sequence[Result], base: Sequence[Result]) -> list[str]:
         sentences = _range(sentence_interval(ended, base), 1)
         bleu += f"; sentences{sentences}" if sentences else ""
     return [
-        spread(known(ended, "nll"), 3), nll, spread(known(ended, "bleu"), 1), bleu,
+        spread(known(ended, "nll"), 3),
+        nll,
+        spread(known(ended, "bleu"), 1),
+        bleu,
         str(len(ended)),
         f"{sum(map(diverged, ended))} of {len(ended)}" if ended else "-",
         f"{failed} of {len(runs)}" if failed else "-",
-    ]  # fmt: skip
+    ]
 
 
 def cost(runs: Sequence[Result]) -> list[str]:

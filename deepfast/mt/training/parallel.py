@@ -51,10 +51,7 @@ def shares(batches: Sequence[Batch], rank: int, size: int, *, whole: bool = True
         # Ranks run side by side on micro-batches of about the same size.
         batches = sorted(batches, key=_tokens)
     divided = size // together
-    return [
-        _part(batch, rank % divided, divided)
-        for batch in batches[rank // divided :: together]
-    ]  # fmt: skip
+    return [_part(batch, rank % divided, divided) for batch in batches[rank // divided :: together]]
 
 
 def micro_batches_at_once(count: int, size: int) -> int:

@@ -154,8 +154,9 @@ class Report:
         """One object for programs, and one line or an update of the bar for people."""
         row = {"event": event, "seconds": round(seconds, 3)} | row
         # JSON has neither NaN nor infinity, which a perplexity may reach.
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                 for k, v in row.items()}  # fmt: skip
+        plain = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+        }
         self.check()
         with _writing(self.path):
             if self._stream is not None:
@@ -193,8 +194,9 @@ def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
     """What TensorBoard draws of a value, by the end of its name. The norms of layers are a group of
     curves of their own."""
     if isinstance(value, list):
-        return [(f"_{name}/{layer:03}", x) for layer, x in enumerate(value, 1)
-                if isinstance(x, float)]  # fmt: skip
+        return [
+            (f"_{name}/{layer:03}", x) for layer, x in enumerate(value, 1) if isinstance(x, float)
+        ]
     return [(f"/{name}", value)] if isinstance(value, (int, float)) and name != "step" else []
 
 

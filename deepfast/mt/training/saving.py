@@ -171,9 +171,12 @@ class Saving:
         own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Copies: the tensors are mapped from the file, which may be deleted.
-        state = {number: {name: like(value, parameters[number]).clone()
-                          for name, value in fields.items()}
-                 for number, fields in saved["state"].items()}  # fmt: skip
+        state = {
+            number: {
+                name: like(value, parameters[number]).clone() for name, value in fields.items()
+            }
+            for number, fields in saved["state"].items()
+        }
         optimizer.load_state_dict(saved | {"state": state})
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)

@@ -51,11 +51,11 @@ Folder = Annotated[str, Limit("a folder, ./~NAME for one that begins with ~",
                               lambda text: text[:1] not in ("", "~"), path=True)]  # fmt: skip
 # At most what sentencepiece reads.
 Pieces = Annotated[int, Limit(f"5 to {2**31 - 1} pieces", lambda n: 4 < n < 2**31)]
-Threads = Annotated[int, Limit(f"an integer from 1 to {MOST_THREADS}",
-                               lambda n: 1 <= n <= MOST_THREADS)]  # fmt: skip
+Threads = Annotated[
+    int, Limit(f"an integer from 1 to {MOST_THREADS}", lambda n: 1 <= n <= MOST_THREADS)
+]
 # What torch.manual_seed takes.
-Seed = Annotated[int, Limit("an integer from -2^63 to 2^64 - 1",
-                            lambda n: -(2**63) <= n < 2**64)]  # fmt: skip
+Seed = Annotated[int, Limit("an integer from -2^63 to 2^64 - 1", lambda n: -(2**63) <= n < 2**64)]
 Seconds = Annotated[float, Limit("seconds above 0 and below 1e6", lambda x: 0 < x < 1e6)]
 
 
