@@ -265,8 +265,8 @@ class Attachment:
         if not torch.compiler.is_compiling():
             self.watch(self.running.warns)
         run.history.close()
-        # It refers to the graph, whose tensors refer to the pass.
-        run.waiting = (None, None)
+        # They refer to the graph, whose tensors refer to the pass.
+        run.waiting, run.beside = (None, None), []
         pushed, settings = len(run.history), self.settings
         if output is not None and pushed < run.connection.rows:
             raise RuntimeError(
