@@ -115,6 +115,8 @@ def test_rounding_is_no_misfit(dtype):
         ("all", {}, TypeError, "sublayers must be 'auto' or a pair .*, got 'all'"),
         ((), {}, TypeError, r"sublayers must be 'auto' or a pair .*, got \(\)"),
         (("norm1", "attn"), {}, TypeError, "sublayers must be 'auto' or a pair"),
+        ([((), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
+        ([(("norm1", 2), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
         (
             [("norm1", "attn"), ("norm3", "mlp")],
             {},
