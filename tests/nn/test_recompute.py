@@ -156,6 +156,9 @@ def change_options(layer):
 def add_hooks(layer):
     layer.feed_forward_norm.register_forward_hook(lambda *_: None)
     layer.attention.query_key_value.register_forward_hook(lambda _m, _x, y: 2 * y)
+
+
+def add_hook_before(layer):
     layer.register_forward_pre_hook(lambda _m, args: (args[0] + 1, *args[1:]))
 
 
@@ -188,6 +191,7 @@ CHANGES = {
     "evaluation": (as_it_is, nn.Module.eval, RERUN),
     "other options": (as_it_is, change_options, RERUN),
     "hooks": (as_it_is, add_hooks, RERUN),
+    "a hook before": (as_it_is, add_hook_before, RERUN),
     "a parametrization": (as_it_is, add_parametrization, POLICIES),
     "a buffer is replaced": (add_buffer, replace_scale, RERUN),
     "a buffer, in place": (add_buffer, scale_in_place, POLICIES),
