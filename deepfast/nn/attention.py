@@ -178,12 +178,11 @@ class MultiheadAttention(nn.Module):
         else:
             padded = cache is not None or self._pads(x_TD, packing, encoded_packing)
         name = "query" if self.cross else "query_key_value"
-        q, *own = self._project(name, x_TD, packing, padded)
+        q, *projected = self._project(name, x_TD, packing, padded)
         if isinstance(encoded, Tensor):
             k, v = self._project("key_value", encoded, encoded_packing, padded)
         else:
-            k, v = own if encoded is None else encoded
-        del own
+            k, v = projected if encoded is None else encoded
         run = self._padded if padded else self._packed
         o = run(q, k, v, packing, causal, encoded_packing, cache)
         return gated(self.out, o, gate)

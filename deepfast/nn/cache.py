@@ -1,4 +1,4 @@
-"""What decoding keeps from one position to the next.
+"""The keys, values and hypotheses that decoding keeps from one position to the next.
 
 The rows of a batch are hypotheses, some of each sentence. Their keys and values are kept once for
 each sentence, in the order in which they came, and a table says which of them a hypothesis sees. So
@@ -40,8 +40,8 @@ class Hypotheses:
     def advance(self) -> None:
         """Adds the columns of one position; each hypothesis sees its own."""
         width = self.packing.length
-        own = self.places % width + self.columns
-        self.seen = torch.cat((self.seen, own.unsqueeze(1)), 1)
+        column = self.places % width + self.columns
+        self.seen = torch.cat((self.seen, column.unsqueeze(1)), 1)
         self.starts.append(self.columns)
         self.columns += width
         self._masks = {}
@@ -51,16 +51,16 @@ class Hypotheses:
         return max(0, len(self.starts) - 1 - left) if left >= 0 else 0
 
     def mask(self, first: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of the columns from ``first`` on, (sentences, 1, places, N);
-        None for nothing."""
+        """The mask to add to the scores of the columns from ``first`` on, (sentences, 1, places,
+        N); None for nothing."""
         if self.columns == len(self.starts):
             return None
         if dtype not in self._masks:
             sentences, width = self.packing.batch, self.packing.length
             # An empty place sees everything: its result is not used.
             hidden = torch.zeros(sentences * width, self.columns, dtype=dtype, device=self.device)
-            own = hidden.new_full((len(self.places), self.columns), -torch.inf)
-            hidden[self.places] = own.scatter_(1, self.seen, 0)
+            rows = hidden.new_full((len(self.places), self.columns), -torch.inf)
+            hidden[self.places] = rows.scatter_(1, self.seen, 0)
             self._masks[dtype] = hidden.view(sentences, 1, width, self.columns)
         return self._masks[dtype][..., first:]
 
@@ -138,8 +138,8 @@ class KeyValueCache:
         return k, v, self.hypotheses.mask(reached, key.dtype)
 
     def attend(self, q: Tensor, key: Tensor, value: Tensor, num_heads: int, left: int) -> Tensor:
-        """What `cached_attention` returns for the hypotheses' position, which it adds: q (R, H d),
-        key and value (R, G d)."""
+        """Adds the hypotheses' position and returns the result of `cached_attention` for it: q
+        (R, H d), key and value (R, G d)."""
         at, channels = self.hypotheses, q.shape[1] // num_heads
         if self.key_value is None or at.columns - self.first > self.key_value.shape[1]:
             self.room(q, key.shape[1] // channels, channels, left)
@@ -160,7 +160,7 @@ class KeyValueCache:
 
 @dataclass
 class DecoderCache:
-    """What decoding one position at a time keeps, per layer."""
+    """The memory of decoding one position at a time, per layer."""
 
     encoded: list[tuple[Tensor, Tensor] | None]
     """Keys and values of the encoder's output; None for a layer that is not used."""

@@ -16,7 +16,7 @@ from deepfast.ops.layer_norm import normalise
 
 
 class Norm(nn.Module):
-    """What `LayerNorm` and `RMSNorm` share."""
+    """The common base of `LayerNorm` and `RMSNorm`."""
 
     op: str
     """The op that it applies, which begins its errors."""

@@ -14,7 +14,7 @@ SIMPLE = bool, int, float, str
 
 
 class TensorState(NamedTuple):
-    """What must not change of a tensor."""
+    """The properties of a tensor that must not change."""
 
     shape: tuple[int, ...]
     version: int
@@ -23,11 +23,11 @@ class TensorState(NamedTuple):
 
 
 Entry = tuple[Mapping, str, object, object]
-"""A dict, a name in it, the value that it had, and what must not change of that."""
+"""A dict, a name in it, the value that it had, and the state of that value."""
 
 
 class LayerState:
-    """What a layer reads besides its inputs, as it is at the time of construction.
+    """The values that a layer reads besides its inputs, at the time of construction.
 
     These are parameters and whether they learn, buffers, submodules, hooks, attributes that are
     tensors or of a `SIMPLE` type, the tensors among the layer's other arguments, and what a dict or
@@ -71,7 +71,7 @@ def _hooks(module: nn.Module) -> tuple[int, ...]:
 
 
 def _state(value: object) -> object:
-    """What must not change of a value; None where nothing is compared."""
+    """The properties of a value that must not change; None where nothing is compared."""
     if isinstance(value, Tensor):
         if value.is_inference():
             return None

@@ -28,11 +28,11 @@ from deepfast.ops.attention import Window
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share: submodules, sizes and the recompute policy."""
+    """The common base of encoder and decoder layers: submodules, sizes, the recompute policy."""
 
     crosses = False
     parts: tuple[str, ...] = ("attention", "feed_forward")
-    """What a call with ``part`` may run, in order."""
+    """The parts that a call may run alone, in order."""
 
     attention_norm: Any
     cross_attention_norm: Any
@@ -78,8 +78,8 @@ class _Layer(nn.Module):
         )
         for part in self.parts:
             has = norm == "post" or (first_norm if part == "attention" else later_norms)
-            own = NORMS[norm_type](dim, backend=backend) if has else None
-            setattr(self, f"{part}_norm", own)
+            module = NORMS[norm_type](dim, backend=backend) if has else None
+            setattr(self, f"{part}_norm", module)
 
     @torch.no_grad()
     def _scale(self, alpha: float, beta: float) -> None:
@@ -166,7 +166,7 @@ class _Layer(nn.Module):
     def _alone(
         self, x: Tensor, packing: Packing, arguments: dict[str, dict], gate: Gate | None
     ) -> Tensor:
-        """What a layer outside a stack returns, (B, S, D), for packed tokens x."""
+        """A layer outside a stack: from packed tokens x to (B, S, D)."""
         if self.norm == "post":
             return packing.unpack(self._run(x, packing, arguments, None, gate))  # type: ignore[arg-type]
         residual, branch = self._run(x, packing, arguments, self.attention_norm(x), gate)
@@ -266,8 +266,8 @@ class TransformerDecoderLayer(_Layer):
                 (key_padding_mask, encoded_key_padding_mask),
             )
         cross = {"encoded": encoded, "encoded_packing": encoded_packing}
-        own = {"causal": True, "cache": cache}
-        arguments: dict[str, dict] = {"attention": own, "cross_attention": cross}
+        arguments: dict[str, dict] = {"attention": {"causal": True, "cache": cache}}
+        arguments["cross_attention"] = cross
         if alone:
             return self._alone(x, packing, arguments, gate)
         return self._run(x, packing, arguments, normed, gate, part)

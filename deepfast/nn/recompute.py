@@ -91,7 +91,7 @@ def _unpack(packed: Kept | Slot) -> Tensor:
 
 
 def _without_grad(function: Callable, device: torch.device) -> Any:
-    """What ``function`` returns without grad and autocast, whatever surrounds backward."""
+    """Calls ``function`` without grad and autocast, whatever surrounds backward."""
     with torch.no_grad(), torch.autocast(common.autocast_device(device), enabled=False):
         return function()
 

@@ -19,7 +19,7 @@ from deepfast.ops.decoding import compiled
 
 
 class _Stack(nn.Module):
-    """What encoder and decoder share: layers of one type, a connection, policies, gates."""
+    """The common base of encoder and decoder: layers of one type, a connection, policies, gates."""
 
     planned: str
     """The attribute of a plan that holds this stack's policies."""
@@ -308,7 +308,7 @@ class TransformerDecoder(_Stack):
         return self.connection(x_TD, self._calls(options, self.gates(language)), states)
 
     def _each(self, encoded_TD: Tensor | Sequence[Tensor], packing: Packing) -> Sequence[Tensor]:
-        """What each layer attends to."""
+        """The encoder output that each layer attends to."""
         count = len(self.layers)
         each = [encoded_TD] * count if isinstance(encoded_TD, Tensor) else encoded_TD
         if len(each) != count:

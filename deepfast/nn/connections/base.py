@@ -1,4 +1,4 @@
-"""What every connection between the layers of a stack has, and how it runs a layer.
+"""The base class of the connections between the layers of a stack, and how they run a layer.
 
 `deepfast.connections` lists the connections. Each is a subclass of `Connection` in a file beside
 this one, which shows its loop over the layers.
@@ -24,8 +24,8 @@ from deepfast.nn.recompute import Kept, kept, recomputable, rerun
 
 @dataclass(frozen=True)
 class Options:
-    """What a stack, whose layers have checked their sizes, says of its connection; see
-    `TransformerEncoder`."""
+    """The options of a stack that its connection reads, see `TransformerEncoder`. The layers check
+    the sizes."""
 
     op: str
     """The class of the stack, which errors name."""
@@ -74,7 +74,7 @@ class StackCall(NamedTuple):
     layer: Any
     """The layer; for a layer that latent depth skips, one of its methods (`norms_alone`)."""
     policy: str
-    """What the layer keeps for backward, one of `deepfast.memory.POLICIES`."""
+    """The layer's recompute policy, one of `deepfast.memory.POLICIES`."""
     options: dict
     part: str | None = None
     """The part of the layer that the call runs, None for all of it. The call of a part is

@@ -214,13 +214,12 @@ class LayerFusion(nn.Module):
 
     def _embedding(self, given: Tensor | None) -> Tensor | None:
         """E of the states that are read, or None."""
-        own = self.layer_embedding
-        if (given is None) == (self.with_embeddings and own is None):
+        if (given is None) == (self.with_embeddings and self.layer_embedding is None):
             raise ValueError(
                 "LayerFusion: layer_embedding must be given if and only if own_embedding=False "
                 f"leaves it to the caller, got {'none' if given is None else 'one'}"
             )
-        embedding = given if own is None else own
+        embedding = given if self.layer_embedding is None else self.layer_embedding
         if embedding is None:
             return None
         checks.tensor("LayerFusion", "layer_embedding", embedding)

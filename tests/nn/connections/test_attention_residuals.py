@@ -10,20 +10,19 @@ from tests.nn.written_out import DIM, HEADS, attention_row, naive, shaken
 
 LAYERS, FFN = 5, 16
 PACKING = Packing(2, 4)
-CONNECTIONS = pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
+BOTH = pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
 READS = pytest.mark.parametrize("reads", [1, 2])
 
 
 def stack(kind, connection, **options):
     torch.manual_seed(3)
     block = 2 if connection == "block_attnres" else None
-    m = kind(
-        LAYERS, DIM, HEADS, FFN, connection=connection, block=block, dropout=0.0, **options
-    )  # fmt: skip
+    options |= {"connection": connection, "block": block, "dropout": 0.0}
+    m = kind(LAYERS, DIM, HEADS, FFN, **options)
     return shaken(m).double()
 
 
-@CONNECTIONS
+@BOTH
 @READS
 def test_states_are_the_inputs_of_the_layers(connection, reads):
     m, states = stack(TransformerEncoder, connection, reads=reads), []
@@ -35,7 +34,7 @@ def test_states_are_the_inputs_of_the_layers(connection, reads):
         torch.testing.assert_close(PACKING.unpack(got), expected)
 
 
-@CONNECTIONS
+@BOTH
 @READS
 def test_dropout_masks_are_those_of_the_reference(connection, reads):
     """The boundary drops what a layer or sublayer returns, with the seed of its row."""
