@@ -225,13 +225,16 @@ def test_a_layer_changed_before_backward(change, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_norms_that_get_another_eps(policy):
-    """Those of the stack and of its connection too."""
-    module = stack(policy)
-    inputs, y = forward(module)
-    for part in module.modules():
-        if hasattr(part, "eps"):
-            part.eps = 0.5
-    assert equal_or_refused(module, inputs, y, unchanged()) == (policy in RERUN)
+    """Those of the stack and of its connection have the eps of forward, those of a layer too or it
+    is refused."""
+    for changed in ("connection", "layers"):
+        module = stack(policy)
+        inputs, y = forward(module)
+        for part in getattr(module, changed).modules():
+            if hasattr(part, "eps"):
+                part.eps = 0.5
+        refused = equal_or_refused(module, inputs, y, unchanged())
+        assert refused == (changed == "layers" and policy in RERUN)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:-1])
