@@ -226,7 +226,7 @@ class AttentionResiduals(DepthConnection):
             raise ValueError(
                 f"{self.name}: pushed must hold {self.rows} tensors, got {len(pushed)}"
             )
-        self.check_state(pushed[0])
+        self._check_state(pushed[0])
         if not pushed[0].numel():
             raise ValueError(f"{self.name}: pushed must have tokens, got {tuple(pushed[0].shape)}")
         states: list[Tensor] = []

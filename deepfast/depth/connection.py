@@ -228,7 +228,7 @@ class DepthConnection(nn.Module, abc.ABC):
         kind, depth_pass = (y.shape, y.dtype, y.device), history.depth_pass
         # A state of the same kind as the first one of this pass needs no further check.
         if history.owner is not self or depth_pass is None or depth_pass.state_kind != kind:
-            self.check_state(y)
+            self._check_state(y)
             if history.owner is self and depth_pass is not None:
                 shape, dtype, device = depth_pass.state_kind
                 raise ValueError(
@@ -245,7 +245,7 @@ class DepthConnection(nn.Module, abc.ABC):
         if out_norm is not None and self.norm == "post" and self.has_norm(push.k):
             raise ValueError(f"{op}: a post-norm boundary has its own LN; out_norm must be None")
 
-    def check_state(self, y: Tensor) -> None:
+    def _check_state(self, y: Tensor) -> None:
         """Checks the width, the dtype and the device of what is pushed."""
         op = self.name
         if not y.is_floating_point():
