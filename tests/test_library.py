@@ -127,6 +127,8 @@ def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch
     assert library.load() == (None, reason)
     monkeypatch.setattr(availability, "C_OPS", None)
     monkeypatch.setattr(availability, "WHY_NO_C_OPS", reason)
+    # Choices are kept.
+    monkeypatch.setattr(backend, "_choices", {})
     assert main(["info", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"build    {reason}" in lines
