@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepfast"
 
 # What each package may import of deepfast besides itself. From the top:
-#   cli -> measure, mt, cases -> nn -> memory -> depth -> ops -> backend -> selfcheck, rule
+#   cli -> measure, mt, cases -> memory -> nn -> depth -> ops -> backend -> selfcheck, rule
 #   -> availability -> launches, reference, library; machine is above backend
-#   checks, connections, dtypes and files lie at the bottom.
+#   checks, connections, dtypes, files and policies lie at the bottom.
 # Inside mt: sweep -> training -> search -> models, data.
-BOTTOM = {"checks", "connections", "dtypes", "files", "version"}
+BOTTOM = {"checks", "connections", "dtypes", "files", "policies", "version"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth", "memory"} | OPS
 MODELS = {"mt.models", "mt.data"} | NN
@@ -23,6 +23,7 @@ ALLOWED = {
     "version": set(),
     "checks": set(),
     "connections": set(),
+    "policies": {"connections"},
     "dtypes": set(),
     "files": set(),
     "reference": {"dtypes", "version"},
@@ -46,8 +47,8 @@ ALLOWED = {
     "machine": {"backend", "version"},
     "ops": {"backend", "launches", "reference", *BOTTOM},
     "depth": OPS,
-    "memory": {"depth"} | OPS,
-    "nn": NN,
+    "nn": NN - {"memory"},
+    "memory": NN,
     "cases": {"clock", "selfcheck", *NN},
     "attach": NN,
     "integrations": NN,

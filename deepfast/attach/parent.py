@@ -15,9 +15,9 @@ from deepfast.attach.loop import CLASSES, Attachment
 from deepfast.attach.passes import NAME, POLICIES, Running, Settings
 from deepfast.attach.sublayers import OP, find_sublayers
 from deepfast.depth.connection import DepthConnection
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.nn.connections.base import class_of
 from deepfast.nn.connections.dlcl import dlcl_options
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING
 
 WRAPPED = {"_orig_mod", "module", "_fsdp_wrapped_module"}
 """The only child of torch's wrappers: of torch.compile, of DataParallel and its kind, of FSDP."""

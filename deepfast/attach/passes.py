@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from deepfast.attach.sublayers import OP, Sublayer
 from deepfast.depth.boundary import recompute_row
 from deepfast.depth.history import DepthHistory, PerThread
-from deepfast.memory.policies import RERUN
 from deepfast.nn.recompute import Kept
 from deepfast.ops import common
+from deepfast.policies import RERUN
 
 POLICIES = ("none", *RERUN)
 """Autograd keeps of a layer, besides its state: what the layer keeps; its input; nothing."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from deepfast.cli.outputs import check_picture
 from deepfast.memory.plan import DoesNotFitError, plan
-from deepfast.memory.policies import POLICIES
 from deepfast.memory.sizes import CHOICES
 from deepfast.memory.table import lines
+from deepfast.policies import POLICIES
 
 EXAMPLE = "deepfast plan --budget 24GiB --dim 512 --tokens 8192"
 

@@ -24,9 +24,9 @@ from deepfast.measure.pictures import (
     weight_map,
 )
 from deepfast.memory.plan import Plan, uniform_peak
-from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
+from deepfast.policies import MIXING, POLICIES
 
 MIB, GIB = 1 << 20, 1 << 30
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)

@@ -2,7 +2,7 @@
 
 from deepfast.memory.count import LiveBytes
 from deepfast.memory.plan import Plan, plan
-from deepfast.memory.policies import POLICIES, resolve
 from deepfast.memory.units import format_bytes, parse_bytes
+from deepfast.policies import POLICIES, resolve
 
 __all__ = ["POLICIES", "LiveBytes", "Plan", "format_bytes", "parse_bytes", "plan", "resolve"]

@@ -10,8 +10,8 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
 """
 
 from deepfast.connections import BLOCKS
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 from deepfast.memory.sizes import Sizes
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 
 
 def _attention(sizes: Sizes, causal: bool = False) -> float:

@@ -7,11 +7,11 @@ from typing import Any
 
 from deepfast import checks
 from deepfast.memory.flops import relative_time
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, resolve
 from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, resolve
 
 FREE = ("budget", "num_layers", "dim", "tokens")
 """`plan` needs at least three of them."""

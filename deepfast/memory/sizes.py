@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deepfast import checks, connections
-from deepfast.memory.policies import ATTENTION_RESIDUALS
+from deepfast.policies import ATTENTION_RESIDUALS
 
 CONNECTIONS = tuple(name for name, kind in connections.CONNECTIONS.items() if kind.planned == name)
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}

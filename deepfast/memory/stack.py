@@ -24,10 +24,10 @@ import torch
 
 from deepfast.depth.schedule import default_block
 from deepfast.memory.part_steps import PartLayer
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.steps import FP32, Layer, Moment, Step
 from deepfast.ops.common import empty_slots
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING
 
 
 @dataclass(frozen=True)

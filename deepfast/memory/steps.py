@@ -13,8 +13,8 @@ Sizes are those of a micro-batch. In the names of tensors:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 from deepfast.memory.sizes import Sizes
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 
 FP32 = 4
 

@@ -4,11 +4,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import Norm, add_norm, plain_norm
 from deepfast.nn.linear import Gate, gated, gated_parameters, plain
 from deepfast.nn.recompute import not_saved, rerun
 from deepfast.ops.activation import KINDS
+from deepfast.policies import RERUN
 
 ACTIVATIONS = (*KINDS, "swiglu")
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn.attention import KeyValueCache, MultiheadAttention
 from deepfast.nn.feed_forward import ACTIVATIONS, FeedForward
 from deepfast.nn.layer_norm import NORMS, LayerNorm, RMSNorm, add_norm, plain_norm
@@ -25,6 +24,7 @@ from deepfast.nn.linear import Gate
 from deepfast.nn.packing import Packing, packed, packed_pair
 from deepfast.nn.recompute import recomputable
 from deepfast.ops.attention import Window
+from deepfast.policies import POLICIES, RERUN
 
 
 class _Layer(nn.Module):
@@ -196,7 +196,7 @@ class TransformerEncoderLayer(_Layer):
         first_norm: False where the stack around the layer owns and applies the first pre-norm LN.
         later_norms: False where the stack owns the other pre-norm LNs too, and calls the layer
             part by part.
-        recompute: the recompute policy, see `deepfast.memory.policies`. The stack around the layer
+        recompute: the recompute policy, see `deepfast.policies`. The stack around the layer
             implements "layer" and "layer+input".
         backend: see `deepfast.backend`.
     """

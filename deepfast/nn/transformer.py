@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
-from deepfast.memory.policies import resolve
 from deepfast.nn.cache import DecoderCache, Hypotheses
 from deepfast.nn.connections.base import Options, StackCall, class_of
 from deepfast.nn.connections.latent import LatentDepth, is_chosen
@@ -16,6 +15,7 @@ from deepfast.nn.packing import Packing, check_packed, packed, packed_pair
 from deepfast.nn.step import layer_steps
 from deepfast.ops.attention import Window
 from deepfast.ops.decoding import compiled
+from deepfast.policies import resolve
 
 
 class _Stack(nn.Module):

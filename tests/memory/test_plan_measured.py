@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deepfast.memory import POLICIES, LiveBytes, plan
-from deepfast.memory.policies import ATTENTION_RESIDUALS, MIXING
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.nn import MultiheadAttention, Packing, TransformerEncoder
+from deepfast.policies import ATTENTION_RESIDUALS, MIXING
 
 LENGTH = 16
 ADAM = 8

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepfast import ops
-from deepfast.memory.policies import POLICIES, RERUN
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
+from deepfast.policies import POLICIES, RERUN
 
 D, B, S, WORDS = 32, 3, 5, 17
 FORBIDDEN = {

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepfast.memory.policies import RERUN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES
-from deepfast.memory.policies import RERUN
 from deepfast.nn import LayerNorm
 from tests.nn.policies import (
     CASES,

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepfast.memory import POLICIES, LiveBytes
-from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.nn import Packing, TransformerEncoder
+from deepfast.policies import ATTENTION_RESIDUALS
 from tests.nn.policies import DIM, FFN, LENGTH, OTHERS, forward, stack, step
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from deepfast.memory import POLICIES
-from deepfast.memory.policies import RERUN
 from deepfast.nn import Packing
+from deepfast.policies import RERUN
 from tests.nn.policies import (
     BATCH,
     CASES,

@@ -9,13 +9,13 @@ import torch
 
 from deepfast import checks
 from deepfast.connections import CONNECTIONS
-from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.mt.models.interface import ModelConfig, target_vocab_size
 from deepfast.nn import DLCL, LatentDepth, LayerFusion
 from deepfast.nn.connections.dlcl import dlcl_options
 from deepfast.nn.connections.fusion import FUSIONS
 from deepfast.nn.connections.fusion import OPTIONS as FUSION_OPTIONS
 from deepfast.nn.layer_norm import check_norms
+from deepfast.policies import ATTENTION_RESIDUALS
 from deepfast.reference.activation import KINDS as ACTIVATIONS
 
 SIDES = ("encoder", "decoder")

@@ -12,7 +12,6 @@ import torch
 from deepfast import backend as backends
 from deepfast.connections import CONNECTIONS
 from deepfast.memory.plan import Plan, plan
-from deepfast.memory.policies import MIXING
 from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.units import format_bytes
 from deepfast.mt.models import Transformer, TranslationModel
@@ -20,6 +19,7 @@ from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.parallel import is_sharded, micro_batches_at_once
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.trainer import Trainer
+from deepfast.policies import MIXING
 
 TRIES = 3
 """How many plans are tried. Each budget is smaller by the error of the previous plan."""

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deepfast.checks import shown
-from deepfast.memory.policies import MIXING, POLICIES
 from deepfast.memory.units import parse_bytes
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
 from deepfast.mt.models.interface import DERIVED_FIELDS
@@ -26,6 +25,7 @@ from deepfast.mt.training.sections import (
     convert,
     field_types,
 )
+from deepfast.policies import MIXING, POLICIES
 
 SIZES = {"base": base, "big": big}
 

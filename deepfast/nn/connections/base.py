@@ -17,7 +17,6 @@ from deepfast import checks
 from deepfast.connections import CONNECTIONS
 from deepfast.depth.boundary import recompute_row
 from deepfast.depth.history import DepthHistory
-from deepfast.memory.policies import RERUN
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
 from deepfast.nn.recompute import Kept, kept, recomputable, rerun
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from deepfast.memory.policies import POLICIES
 from deepfast.mt.training import (
     OptimSection,
     RecipeError,
@@ -16,6 +15,7 @@ from deepfast.mt.training import (
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.recipe_file import differences
 from deepfast.mt.training.sections import DataSection
+from deepfast.policies import POLICIES
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
          "data.dev_target=b.de"]  # fmt: skip

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepfast.memory.policies import ATTENTION_RESIDUALS
 from deepfast.nn import DepthHistory, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.policies import ATTENTION_RESIDUALS
 from deepfast.reference.dropout import dropout
 from tests.nn.written_out import DIM, HEADS, attention_row, naive, shaken
 
