@@ -1,6 +1,7 @@
 """Counts the bytes of the tensors that are alive inside a block of code, and their peak."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class _Watch(TorchDispatchMode):
         # A storage that first appears as an input existed before the block, so it is not counted.
         before = self.count._storages((args, kwargs))
         out = func(*args, **kwargs)
-        self.count._see(out, before)
+        self.count._see(out, before, self.count._category(func, args))
         return out
 
 
@@ -49,22 +50,24 @@ class LiveBytes:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"LiveBytes: device must be cpu or cuda, got {self.device}")
+        # Whether the numbers are those of CUDA's allocator.
+        self._allocator = self.device.type == "cuda"
         self._current = self._peak = 0
-        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self._alive: dict[int, tuple[weakref.ref, int, str]] = {}
         self._watch: _Watch | None = None
         self._open = False
 
     @property
     def current(self) -> int:
         """Bytes alive now; after the block, the bytes that were alive at its end."""
-        if self._open and self.device.type == "cuda":
+        if self._open and self._allocator:
             return torch.cuda.memory_allocated(self.device) - self._start
         return self._current
 
     @property
     def peak(self) -> int:
         """The highest value of `current` so far."""
-        if self._open and self.device.type == "cuda":
+        if self._open and self._allocator:
             return torch.cuda.max_memory_allocated(self.device) - self._start
         return self._peak
 
@@ -73,7 +76,7 @@ class LiveBytes:
             raise RuntimeError("LiveBytes: this counter is already running; use another LiveBytes")
         self._current = self._peak = 0
         self._alive.clear()
-        if self.device.type == "cuda":
+        if self._allocator:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
@@ -84,7 +87,7 @@ class LiveBytes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.device.type == "cuda":
+        if self._allocator:
             torch.cuda.synchronize(self.device)
             self._current, self._peak = self.current, self.peak
         else:
@@ -101,34 +104,39 @@ class LiveBytes:
             and (key := tensor.untyped_storage()._cdata) not in self._alive
         }
 
-    def _see(self, tree: object, before: set[int]) -> None:
+    def _category(self, func: Any, args: tuple) -> str:
+        """The category of the storages that an op makes; a subclass has several."""
+        return ""
+
+    def _see(self, tree: object, before: set[int], made: str) -> None:
         for tensor in tree_leaves(tree):
-            if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
+            if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
                 continue
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
             if key in self._alive:
                 # resize_ changes the size of a storage that is already counted.
-                reference, known = self._alive[key]
-                self._alive[key] = (reference, nbytes)
-                self._add(nbytes - known)
+                reference, known, category = self._alive[key]
+                self._alive[key] = (reference, nbytes, category)
+                self._add(nbytes - known, category)
             elif key not in before:
                 # The storage's Python object lives as long as the storage itself.
                 reference = weakref.ref(
                     storage,
                     lambda _, key=key: self._gone(key),  # type: ignore[misc]
                 )
-                self._alive[key] = (reference, nbytes)
-                self._add(nbytes)
+                self._alive[key] = (reference, nbytes, made)
+                self._add(nbytes, made)
 
-    def _add(self, nbytes: int) -> None:
+    def _add(self, nbytes: int, category: str) -> None:
         self._current += nbytes
         self._peak = max(self._peak, self._current)
 
     def _gone(self, key: int) -> None:
-        _, nbytes = self._alive.pop(key, (None, 0))
-        if self._open:
-            self._current -= nbytes
+        if key in self._alive:
+            _, nbytes, category = self._alive.pop(key)
+            if self._open:
+                self._add(-nbytes, category)
 
     def __repr__(self) -> str:
         return f"LiveBytes(current={self.current:,}, peak={self.peak:,}, device={self.device})"

@@ -10,55 +10,45 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
 """
 
 from deepfast.connections import BLOCKS
+from deepfast.memory.recording import recording
 from deepfast.memory.sizes import Sizes
 from deepfast.policies import ATTENTION_RESIDUALS, MIXING, RERUN
 
 
-def _attention(sizes: Sizes, causal: bool = False) -> float:
-    """Forward of one attention, per query."""
-    return 4 * sizes.length * sizes.dim * (0.5 if causal else 1)
+def _attentions(sizes: Sizes, decoder: bool) -> float:
+    """Forward of a layer's attentions."""
+    pairs = (1.5 * sizes.target_tokens) if decoder else sizes.tokens
+    return 4 * sizes.length * sizes.dim * pairs
 
 
 def _mix(sizes: Sizes, decoder: bool) -> float:
-    """Forward of a layer's rows, per token, as the mean over rows: a row reads half of the
-    sources."""
-    kind, sources = sizes.kind(decoder), sizes.rows(decoder) + 1
+    """Forward of a layer's rows, as the mean over rows: a row reads half of the sources."""
+    kind, sources = sizes.kind(decoder), sizes.layers(decoder) * sizes.parts(decoder) + 2
     if kind not in MIXING:
         return 0.0
     if kind == "block_attnres":
         # A row reads the embedding and the blocks up to its own.
         sources = min(sources, BLOCKS + 3)
     channels = 2 if kind in ATTENTION_RESIDUALS else 1
-    return sizes.parts(decoder) * channels * sizes.dim * sources
+    tokens = sizes.target_tokens if decoder else sizes.tokens
+    return tokens * sizes.parts(decoder) * channels * sizes.dim * sources
 
 
 def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
     """FLOPs of a layer with the policy `none`: forward, backward and depth mixing."""
-    d, f = sizes.dim, sizes.ffn_dim
-    tokens = sizes.target_tokens if decoder else sizes.tokens
-    # Queries and output, keys and values.
-    products = tokens * (4 * d * d + 4 * d * sizes.kv_width + 4 * d * f)
-    attention = tokens * _attention(sizes, decoder)
-    if decoder:
-        products += tokens * 4 * d * d + sizes.tokens * 4 * d * sizes.kv_width
-        attention += tokens * _attention(sizes)
-    return 3 * products + 3.5 * attention + 4 * tokens * _mix(sizes, decoder)
+    layer = recording(sizes).layers[decoder]["none"]
+    products = layer.forward_flops + layer.backward_flops
+    return products + 3.5 * _attentions(sizes, decoder) + 4 * _mix(sizes, decoder)
 
 
 def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
     """What one layer's backward recomputes under a policy."""
-    d, f = sizes.dim, sizes.ffn_dim
-    tokens = sizes.target_tokens if decoder else sizes.tokens
-    if policy == "none":
-        return 0.0
-    flops: float = tokens * 2 * d * f
+    layers = recording(sizes).layers[decoder]
+    flops: float = layers[policy].backward_flops - layers["none"].backward_flops
     if policy in RERUN:
-        flops += tokens * (4 * d * d + 4 * d * sizes.kv_width + _attention(sizes, decoder))
-        if decoder:
-            flops += tokens * (4 * d * d + _attention(sizes))
-            flops += sizes.tokens * 4 * d * sizes.kv_width
+        flops += _attentions(sizes, decoder)
     if policy == "layer+input":
-        flops += tokens * _mix(sizes, decoder)
+        flops += _mix(sizes, decoder)
     return flops
 
 

@@ -1,8 +1,15 @@
 """The sizes of a model and of a training step, and the numbers of parameters they give."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
+import torch
+from torch import nn
+
+from deepfast import backend as backends
 from deepfast import checks, connections
+from deepfast.nn import TransformerDecoder, TransformerEncoder
 from deepfast.policies import ATTENTION_RESIDUALS
 
 CONNECTIONS = tuple(name for name, kind in connections.CONNECTIONS.items() if kind.planned == name)
@@ -17,7 +24,7 @@ CHOICES = {
     "dtype": ("bfloat16", "float32"),
     "optimizer": tuple(OPTIMIZERS),
     "device": ("cuda", "cpu"),
-    "activation": ("relu", "gelu"),
+    "activation": ("relu", "gelu", "swiglu"),
     "parallel": ("ddp", "fsdp"),
 }
 WHOLE = (
@@ -72,7 +79,7 @@ class Sizes:
     device: str = "cuda"
     """"cuda" or "cpu"; a margin for the allocator is added on "cuda"."""
     activation: str = "relu"
-    """"relu" or "gelu"."""
+    """One of "relu", "gelu" and "swiglu"."""
     dropout: bool = True
     """Whether branches have dropout."""
     accumulate: int = 1
@@ -133,30 +140,18 @@ class Sizes:
         return self.dim // self.num_heads * (self.num_kv_heads or self.num_heads)
 
     @property
-    def attention_linear(self) -> int:
-        """Parameters of the four projections of an attention."""
-        return 2 * (self.dim + self.kv_width) * (self.dim + 1)
-
-    @property
     def sharded(self) -> bool:
         """Whether each rank has a share of the parameters."""
         return self.parallel == "fsdp" and self.ranks > 1
 
     @property
-    def linear(self) -> int:
-        """Parameters of an encoder layer's linear maps; autocast copies them."""
-        d, f = self.dim, self.ffn_dim
-        return self.attention_linear + 2 * d * f + f + d
-
-    @property
-    def decoder_linear(self) -> int:
-        return self.linear + self.attention_linear
-
-    @property
     def norm_values(self) -> int:
-        """Parameters of a norm per channel, and statistics per token. A layer-norm has weight and
-        bias, mean and standard deviation; an RMS norm has neither bias nor mean."""
+        """Statistics of a norm per token: an RMS norm has no mean."""
         return 1 if self.norm_type == "rms" else 2
+
+    def layers(self, decoder: bool = False) -> int:
+        """Layers of the encoder, or of the decoder."""
+        return self.decoder_layers if decoder else self.num_layers
 
     def kind(self, decoder: bool = False) -> str:
         """The connection of the encoder, or of the decoder."""
@@ -168,42 +163,58 @@ class Sizes:
             return 1
         return 3 if decoder else 2
 
-    def rows(self, decoder: bool = False) -> int:
-        """Rows of the connection: one for each read, and the stack's output."""
-        return (self.decoder_layers if decoder else self.num_layers) * self.parts(decoder) + 1
+    def stack(
+        self, policies: Sequence[str], decoder: bool = False
+    ) -> TransformerEncoder | TransformerDecoder:
+        """An encoder, or a decoder, of these sizes with a layer for each of the policies."""
+        make, kind = TransformerDecoder if decoder else TransformerEncoder, self.kind(decoder)
+        return make(
+            len(policies), self.dim, self.num_heads, self.ffn_dim,
+            num_kv_heads=self.num_kv_heads, connection=kind, norm=self.norm,
+            norm_type=self.norm_type, dropout=0.1 if self.dropout else 0.0,
+            activation=self.activation, recompute=policies,
+            dlcl={"weight_type": self.weight_type} if kind == "dlcl" else None,
+            reads=self.reads if kind in ATTENTION_RESIDUALS else None,
+            backend="cpu" if backends.compiled() else None,
+        )  # fmt: skip
 
     def layer_parameters(self, decoder: bool = False) -> int:
         """Parameters of one layer. The norm before each pre-norm layer, or before each part that
         reads, belongs to the connection."""
-        norms = 0 if self.parts(decoder) > 1 else (2 if decoder else 1) + (self.norm == "post")
-        linear = self.decoder_linear if decoder else self.linear
-        return linear + self.norm_values * norms * self.dim
+        return _counts(self._one_layer, decoder)[0]
 
-    def connection_parameters(self, decoder: bool = False) -> int:
-        """Parameters of the connection: depth weights and their norms, queries of attention
-        residuals, logits of latent depth, and its norms in pre-norm."""
-        kind, rows = self.kind(decoder), self.rows(decoder)
-        count = self.norm_values * rows * self.dim if self.norm == "pre" else 0
-        if kind == "dlcl":
-            count += rows * (rows * self.depth_channels + self.norm_values * self.dim)
-        if kind in ATTENTION_RESIDUALS:
-            count += rows * self.dim
-        if kind == "latent":
-            # The logits of one language.
-            count += rows - 1
-        return count
+    def connection_parameters(self, decoder: bool = False, layers: int | None = None) -> int:
+        """Parameters of the connection of ``layers`` layers, or of the stack's, with its norms.
+        Their number is quadratic in the layers."""
+        _, one, two, three = _counts(self._one_layer, decoder)
+        more = (layers or self.layers(decoder)) - 1
+        return one + more * (two - one) + more * (more - 1) // 2 * (three - 2 * two + one)
 
     @property
-    def depth_channels(self) -> int:
-        """Depth weights per row and source."""
-        return self.dim if self.weight_type == "vector" else 1
+    def _one_layer(self) -> "Sizes":
+        """The same layers in the smallest model."""
+        return replace(
+            self, num_layers=1, decoder_layers=1, vocab_size=1, tokens=1, target_tokens=1
+        )
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
         count = self.vocab_size * self.dim
-        count += self.num_layers * self.layer_parameters() + self.connection_parameters()
-        if self.decoder_layers:
-            count += self.decoder_layers * self.layer_parameters(True)
-            count += self.connection_parameters(True)
+        for decoder in (False, True)[: 2 if self.decoder_layers else 1]:
+            count += self.layers(decoder) * self.layer_parameters(decoder)
+            count += self.connection_parameters(decoder)
         return count
+
+
+@lru_cache(maxsize=256)
+def _counts(sizes: Sizes, decoder: bool) -> tuple[int, ...]:
+    """Parameters of one layer, and of what stacks of 1, 2 and 3 layers have beside their layers."""
+    with torch.device("meta"):
+        stacks = [sizes.stack(("none",) * count, decoder) for count in (1, 2, 3)]
+    layer = _parameters(stacks[0].layers[0])
+    return layer, *(_parameters(stack) - len(stack.layers) * layer for stack in stacks)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,17 +1,16 @@
 """The memory of a training step at its peak, by category.
 
-The computation follows a step: up through the layers, which keep what their policies say; the head;
-then down again, where each layer frees what it kept and adds its gradients. Along layers of one
-policy every sum is linear in depth. So the peak is at an end of a run of equal policies, or where a
-buffer is allocated or freed. Only these layers are computed.
+The computation follows a step: up through the layers, which keep what their policies say; the loss;
+then down again, where each layer frees what it kept and adds its gradients. What one layer needs,
+and the loss, come from a `recording`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from deepfast.memory.history import FP32
+from deepfast.memory.recording import SIDES, held, recording
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
-from deepfast.memory.stack import Stack
-from deepfast.memory.steps import FP32, Moment
-from deepfast.ops.linear_cross_entropy import WIDENED, chunk_rows
+from deepfast.memory.stack import Moment, Stack
 
 CATEGORIES = (
     "parameters",
@@ -31,91 +30,40 @@ MARGIN, CONTEXT = 0.04, 300 * 2**20
 and libraries."""
 
 
-@dataclass(frozen=True)
-class HeadBytes:
-    """Bytes of the embedding and of the projection to the vocabulary."""
-
-    kept: int
-    """Bytes per token of one side, from the embedding's forward to its backward."""
-    working: int
-    """While the loss and its gradients are computed."""
-    gradients: int
-    """Gradient of the shared weight, which exists from the loss on."""
-
-
-def head_bytes(sizes: Sizes) -> HeadBytes:
-    """The head's bytes by closed formulas; all 0 without a vocabulary."""
-    if not sizes.vocab_size:
-        return HeadBytes(kept=0, working=0, gradients=0)
-    tokens = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
-    chunk = chunk_rows(tokens, sizes.vocab_size, sizes.device)
-    table = sizes.vocab_size * sizes.dim
-    working = chunk * sizes.vocab_size * sizes.bytes + 2 * tokens * sizes.dim * sizes.bytes
-    # FSDP's parameters are in the storage dtype already, and so are their gradients.
-    gradient = sizes.bytes if sizes.sharded else FP32
-    if sizes.dtype == "bfloat16":
-        working += 0 if sizes.sharded else 2 * table
-        if sizes.device == "cpu":
-            # The weight's gradient is summed in fp32 from operands converted part by part.
-            working += FP32 * chunk * (sizes.dim + min(WIDENED, sizes.vocab_size))
-    # The dropout mask of embeddings: one byte per element on CUDA, an fp32 factor on the CPU.
-    mask = sizes.dim * (1 if sizes.device == "cuda" else FP32) if sizes.dropout else 0
-    return HeadBytes(kept=mask, working=working, gradients=gradient * table)
-
-
-def _moments(sizes: Sizes, encoder: Stack, decoder: Stack | None) -> list[Moment]:
+def _moments(sizes: Sizes, stacks: Sequence[Stack]) -> list[Moment]:
     """Every point of a step at which the peak can lie."""
-    head = head_bytes(sizes)
-    source = Moment(head=head.kept * sizes.tokens)
-    moments = [_sum(source, moment) for moment in encoder.forward()]
-    # Autocast holds every copy that it made until its context ends.
-    below, waiting = (_sum(source, encoder.full(cached=cached)) for cached in (True, False))
-    if decoder is not None:
-        target = Moment(head=head.kept * sizes.target_tokens)
-        below, waiting = _sum(below, target), _sum(waiting, target)
-        moments += [_sum(below, moment) for moment in decoder.forward()]
-        below = _sum(below, decoder.full(cached=True))
-    # The projection's gradient waits for those of the embeddings, the decoder's first. While one is
-    # added to it, it exists three times: beside it are the new gradient and the sum.
-    done = Moment(head=head.gradients)
-    moments.append(_sum(below, done, Moment(head=head.working)))
-    if decoder is not None:
-        moments += [_sum(waiting, done, moment) for moment in decoder.backward()]
-        done = _sum(done, Moment(gradients=decoder.gradients))
-        # Beside the gradient of the encoder's output.
-        embedding = Moment(head=2 * head.gradients, transient=decoder.embedded())
-        moments.append(_sum(waiting, done, embedding))
-    if not sizes.vocab_size:
-        # The caller of a bare stack holds its result.
-        source = Moment(transient=encoder.state)
-    moments += [_sum(source, done, moment) for moment in encoder.backward()]
-    last = Moment(
-        gradients=encoder.gradients, head=2 * head.gradients, transient=encoder.embedded()
-    )
-    return [*moments, _sum(done, last)]
-
-
-def _sum(*moments: Moment) -> Moment:
-    return Moment(*map(sum, zip(*moments, strict=True)))
+    moments = []
+    for section, rest in recording(sizes).rest.items():
+        alive = rest.plus(held(section, stacks))
+        side, _, way = section.partition(" ")
+        own = [Moment()]
+        if side in SIDES and way in ("forward", "backward"):
+            own = getattr(stacks[SIDES.index(side)], way)()
+        moments += [alive.plus(moment) for moment in own]
+    return moments
 
 
 def peak_table(
     sizes: Sizes, policies: tuple[str, ...], decoder_recompute: tuple[str, ...]
 ) -> dict[str, int]:
     """Category -> bytes at the peak of a step; their sum is the peak."""
-    encoder = Stack(sizes, policies)
-    decoder = Stack(sizes, decoder_recompute, True) if decoder_recompute else None
+    given = zip(recording(sizes).layers, (policies, decoder_recompute), strict=False)
+    stacks = [
+        Stack(sizes, records, names, bool(side)) for side, (records, names) in enumerate(given)
+    ]
     count = local_parameters(sizes)
-    moments = on_one_rank(sizes, _moments(sizes, encoder, decoder))
+    moments = on_one_rank(sizes, _moments(sizes, stacks))
     top = max(moments, key=lambda moment: moment.total)
+    # Where a layer has freed a part of what it saved, that part is missing among the rest.
+    missing = max(-top.transient, 0)
     table = {
         "parameters": FP32 * count,
         "gradients": top.gradients,
         "optimizer": OPTIMIZERS[sizes.optimizer] * count,
         "weight copies": top.copies,
         "history": top.history,
-        "activations": top.activations,
-        "transient": top.transient,
+        "activations": top.activations - missing,
+        "transient": top.transient + missing,
         "head": top.head,
         "allocator margin": 0,
     }

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from deepfast import backend as backends
 from deepfast import checks
@@ -93,7 +94,8 @@ def _forward(a):
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
     T, ignored = rows.shape[0], target == a.ignore_index
     # On the CPU only: reading a GPU's tensor would wait for the GPU.
-    wrong = target[((target < 0) | (target >= V)) & ~ignored] if target.is_cpu else target[:0]
+    known = target.is_cpu and not isinstance(target, FakeTensor)
+    wrong = target[((target < 0) | (target >= V)) & ~ignored] if known else target[:0]
     if wrong.numel() > 0:
         raise ValueError(
             f"linear_cross_entropy: target must be in [0, {V}) or {a.ignore_index}, got {wrong[0]}"

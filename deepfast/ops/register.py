@@ -55,6 +55,12 @@ def watched(x: Tensor) -> bool:
     )
 
 
+def _seen_through(x: Tensor) -> bool:
+    """Whether x is a tensor without data of a mode that sees the ops inside ours, as the memory
+    planner's: the bare node then allocates what it does with data, and its launches do nothing."""
+    return getattr(getattr(x, "fake_mode", None), "sees_through", False)
+
+
 def _as_tuple(results) -> tuple:
     """The results of an op as a tuple, also where the schema has a single one."""
     return results if isinstance(results, tuple) else (results,)
@@ -170,7 +176,8 @@ class Op:
 
     def __call__(self, *args, **named) -> tuple:
         given = self.operands(*args, **named)
-        if watched(given[0][0] if type(given[0]) is list else given[0]):
+        first = given[0][0] if type(given[0]) is list else given[0]
+        if watched(first) and not _seen_through(first):
             if self.node is not None:
                 common.reverse_mode_only(self.name)
             return _as_tuple(self.registered(*given))[: self.public]

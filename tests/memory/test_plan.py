@@ -10,7 +10,7 @@ from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.plan import uniform_peak
 from deepfast.memory.table import advise, describe, lines
-from deepfast.memory.timeline import CATEGORIES, Stack, peak_table
+from deepfast.memory.timeline import CATEGORIES, peak_table
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
 MODEL = {"dim": 512, "tokens": 8192}

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepfast.memory.policies import RERUN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES
 from deepfast.nn import LayerNorm
+from deepfast.policies import RERUN
 from tests.nn.policies import (
     CASES,
     DIM,

@@ -19,6 +19,7 @@ from deepfast.depth.boundary import recompute_row
 from deepfast.depth.history import DepthHistory
 from deepfast.nn.layer_norm import NORMS, Norm, check_norms, plain_norm
 from deepfast.nn.recompute import Kept, kept, recomputable, rerun
+from deepfast.policies import RERUN
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,277 @@
+"""A training step of a small model, run without data and counted.
+
+The model has the width and the tokens of the model that is planned, and few layers: one for each
+policy, and one below and one above them. Its tensors are torch's fake tensors, which have no
+elements. The ops of deepfast allocate what they do with data, and their launches do nothing. So the
+counted bytes are those of a real step on a CPU, and the step takes less than a second.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepfast.memory.ledger import Ledger
+from deepfast.memory.sizes import Sizes
+from deepfast.memory.stack import LayerRecord, Moment, Stack
+from deepfast.nn import MultiheadAttention, Packing
+from deepfast.ops.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from deepfast.policies import MIXING, POLICIES
+
+SIDES = ("encoder", "decoder")
+
+SECTIONS = {
+    "encoder forward": ("states", "nothing"),
+    "decoder forward": ("kept", "states"),
+    "loss": ("kept", "kept"),
+    "loss backward": ("learning", "learning"),
+    "decoder backward": ("saved", "learning"),
+    "decoder end": ("saved", "learned"),
+    "encoder backward": ("learning", "learned"),
+    "encoder end": ("learned", "learned"),
+}
+"""Sections of a step -> what encoder and decoder hold, see `Stack.holds`. A side ends where the
+gradient of its embedding is computed."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a step of the small model needed."""
+
+    layers: tuple[dict[str, LayerRecord], ...]
+    """Of the encoder and, where there is one, of the decoder: policy -> a layer under it."""
+    rest: dict[str, Moment]
+    """Section -> what was alive beside what the stacks hold: of forward and backward of a stack at
+    their start, else at the highest point."""
+
+
+def held(section: str, stacks: Sequence[Stack]) -> Moment:
+    """What the stacks hold in a section."""
+    states = zip(stacks, SECTIONS[section], strict=False)
+    return Moment().plus(*(stack.holds(state) for stack, state in states))
+
+
+def policies_of(connection: str) -> tuple[str, ...]:
+    """The policies that a layer may have; without states of all layers nothing can recompute an
+    input."""
+    return POLICIES if connection in MIXING else POLICIES[:-1]
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside the block the settings of the caller's code do not matter, nor do its random numbers
+    change."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+class SeenThrough(FakeTensorMode):
+    """Lets deepfast's ops run on fake tensors as they do on real ones, see `ops.register`."""
+
+    sees_through = True
+
+
+class _SmallModel:
+    """The small model, and the ledger of its step."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.orders = {
+            decoder: ("none", *policies_of(sizes.kind(decoder)), "none")
+            for decoder in (False, True)[: 2 if sizes.decoder_layers else 1]
+        }
+        self.table = torch.empty(sizes.vocab_size, sizes.dim, requires_grad=True)
+        # Of a bare stack.
+        self.given = torch.empty(sizes.tokens, sizes.dim, requires_grad=True)
+        self.stacks = {side: sizes.stack(order, side) for side, order in self.orders.items()}
+        modules = [module for stack in self.stacks.values() for module in stack.modules()]
+        for module in modules:
+            if sizes.padding and isinstance(module, MultiheadAttention):
+                # torch's attention works on padded copies.
+                module.backend = "sdpa"
+        self.ledger = Ledger(
+            [self.table, *(p for stack in self.stacks.values() for p in stack.parameters())],
+            [
+                p
+                for stack in self.stacks.values()
+                for layer in stack.layers
+                for p in layer.parameters()
+            ],
+            old_gradients=sizes.accumulate > 1 or sizes.ranks > 1,
+        )
+        self.part = 0
+        for side, stack in self.stacks.items():
+            for number, layer in enumerate(stack.layers):
+                layer.register_forward_pre_hook(partial(self._begins, side, number))
+                layer.register_forward_hook(partial(self._ends, side, number))
+            if stack.connection.depth is not None:
+                stack.connection.depth.register_forward_pre_hook(_one_block)
+
+    def _enter(self, side: bool, what: str, *_: object) -> None:
+        kind = "head" if what in ("source", "end") else "transient"
+        self.ledger.enter(f"{SIDES[side]} {what}", kind)
+
+    def _begins(self, side: bool, number: int, *_: object) -> None:
+        """A layer, or the next part of it, begins forward. In backward it may run again."""
+        if torch._C._current_graph_task_id() == -1:
+            self.part = self.part + 1 if f" {number} " in self.ledger.section else 0
+            self._enter(side, f"forward {number} {self.part}")
+
+    def _ends(self, side: bool, number: int, _layer: Any, _args: Any, result: Any) -> None:
+        """A layer or part ends forward. Its backward begins at its branch."""
+        if torch._C._current_graph_task_id() == -1:
+            branch = result[-1] if isinstance(result, tuple) else result
+            enter = partial(self._enter, side, f"backward {number} {self.part}")
+            branch.grad_fn.register_prehook(enter)
+
+    def step(self) -> None:
+        sizes = self.sizes
+        with self.ledger:
+            self._enter(False, "source")
+            with torch.autocast("cpu", torch.bfloat16, enabled=sizes.dtype == "bfloat16"):
+                result = self._forward()
+            # As where the caller's outermost context of autocast ends.
+            torch.clear_autocast_cache()
+            self.ledger.enter("loss backward", "head")
+            # The caller of a bare stack holds its result.
+            (result if sizes.vocab_size else (2 * result).sum()).backward()
+
+    def _forward(self) -> Tensor:
+        """The loss or, without a vocabulary, the encoder's result."""
+        sizes, tokens = self.sizes, self.sizes.tokens
+        packing = _packing(tokens, sizes.padding)
+        y = self._run(False, tokens, packing=packing)
+        if sizes.decoder_layers:
+            tokens = sizes.target_tokens
+            target = _packing(tokens, sizes.padding)
+            y = self._run(True, tokens, packing=target, encoded=y, encoded_packing=packing)
+        self.ledger.enter("loss", "head")
+        if not sizes.vocab_size:
+            return y
+        labels = torch.empty(tokens, dtype=torch.int64)
+        chunk = chunk_rows(tokens, sizes.vocab_size, sizes.device)
+        return linear_cross_entropy(
+            y, self.table, labels, label_smoothing=0.1, reduction="sum", chunk_size=chunk
+        )
+
+    def _run(self, side: bool, tokens: int, **options: Any) -> Tensor:
+        """From the embedding to the result of one stack."""
+        self._enter(side, "source")
+        sizes, stack = self.sizes, self.stacks[side]
+        if not sizes.vocab_size:
+            x = self.given * 1
+        else:
+            x = F.embedding(torch.empty(tokens, dtype=torch.int64), self.table) * sizes.dim**0.5
+            if sizes.dropout and sizes.device == "cuda":
+                # On a GPU torch keeps a mask of bytes.
+                x = torch.native_dropout(x, 0.1, True)[0]
+            elif sizes.dropout:
+                x = F.dropout(x, 0.1)
+        x.grad_fn.register_prehook(partial(self._enter, side, "end"))
+        self._enter(side, "begin")
+        gates: Sequence[Any] = [None] * len(stack.layers)
+        if stack.latent is not None:
+            # Drawn gates have the same bytes.
+            gates = stack.latent.logits.sigmoid()[0].unbind()
+        return stack.connection(x, stack._calls([options] * len(stack.layers), gates))
+
+    # ---- what the step has shown ---------------------------------------------------------------
+
+    def _start(self, section: str) -> Moment:
+        return Moment(**self.ledger.starts[section])
+
+    def _highest(self, section: str) -> Moment:
+        return Moment(**self.ledger.highest[section])
+
+    def recording(self) -> Recording:
+        layers = tuple(self._layers(side) for side in self.stacks)
+        stacks = [
+            Stack(self.sizes, records, order, side, blocks=False)
+            for records, (side, order) in zip(layers, self.orders.items(), strict=True)
+        ]
+        rest = {}
+        for section in SECTIONS:
+            if section.startswith("decoder") and len(stacks) == 1:
+                continue
+            if section.endswith(" forward"):
+                alive = self._start(f"{section} 0 0")
+            elif section in ("encoder backward", "decoder backward"):
+                side = section.startswith("decoder")
+                top = len(self.orders[side]) - 1, self.sizes.parts(side) - 1
+                alive = self._start(f"{section} {top[0]} {top[1]}")
+            else:
+                alive = self._highest(section)
+            found = alive.minus(held(section, stacks))
+            # The ledger does not know what is kept.
+            transient = found.transient + found.activations + found.history
+            rest[section] = found._replace(transient=transient, activations=0, history=0)
+        return Recording(layers, rest)
+
+    def _layers(self, side: bool) -> dict[str, LayerRecord]:
+        found, parts = {}, range(self.sizes.parts(side))
+        forward, backward = (f"{SIDES[side]} {way}" for way in ("forward", "backward"))
+        for number, policy in list(enumerate(self.orders[side]))[1:-1]:
+            begins = self._start(f"{forward} {number} 0")
+            returns = self._start(f"{backward} {number} {parts[-1]}")
+            kept = self._start(f"{forward} {number + 1} 0").minus(begins)
+            saved = returns.minus(self._start(f"{backward} {number - 1} {parts[-1]}"))
+            up, down = ([f"{way} {number} {part}" for part in parts] for way in (forward, backward))
+            found[policy] = LayerRecord(
+                kept=kept._replace(activations=kept.transient, transient=0),
+                saved=saved._replace(activations=saved.transient, transient=0, gradients=0),
+                forward=tuple(self._highest(name).minus(begins) for name in up),
+                backward=tuple(self._highest(name).minus(returns) for name in down),
+                gradients=-saved.gradients,
+                forward_flops=sum(map(self.ledger.flops.__getitem__, up)),
+                backward_flops=sum(map(self.ledger.flops.__getitem__, down)),
+            )
+        return found
+
+
+@lru_cache(maxsize=256)
+def _record(sizes: Sizes) -> Recording:
+    with undisturbed(), SeenThrough():
+        model = _SmallModel(sizes)
+        model.step()
+        return model.recording()
+
+
+@lru_cache(maxsize=1024)
+def recording(sizes: Sizes) -> Recording:
+    """The recording of the small model of ``sizes``, which is kept."""
+    alike = replace(
+        sizes, num_layers=1, decoder_layers=min(sizes.decoder_layers, 1),
+        accumulate=min(sizes.accumulate, 2),        optimizer="none", length=1, ranks=min(sizes.ranks, 2), reshard=True,
+        parallel=sizes.parallel if sizes.ranks > 1 else "ddp",
+    )  # fmt: skip
+    return _record(alike)
+
+
+def _one_block(depth: Any, args: tuple) -> None:
+    """Before a push: all rows of the small model are one block, which needs no sums."""
+    args[1].block = depth.rows
+
+
+def _packing(tokens: int, padding: bool) -> Packing:
+    """One sentence: the bytes of a step do not depend on where sentences end."""
+    if not padding:
+        return Packing(1, tokens)
+    indices = torch.empty(tokens, dtype=torch.int64)
+    return Packing(1, tokens, indices, torch.empty(1, tokens, dtype=torch.bool))
