@@ -1,8 +1,18 @@
-"""Memory: what a training step keeps alive, counted (`LiveBytes`) and predicted (`plan`)."""
+"""The memory of a training step: counted (`LiveBytes`, `measure`) or predicted (`plan`)."""
 
 from deepfast.memory.count import LiveBytes
+from deepfast.memory.measure import measure
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.units import format_bytes, parse_bytes
 from deepfast.policies import POLICIES, resolve
 
-__all__ = ["POLICIES", "LiveBytes", "Plan", "format_bytes", "parse_bytes", "plan", "resolve"]
+__all__ = [
+    "POLICIES",
+    "LiveBytes",
+    "Plan",
+    "format_bytes",
+    "measure",
+    "parse_bytes",
+    "plan",
+    "resolve",
+]

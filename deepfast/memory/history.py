@@ -54,8 +54,7 @@ class History:
             weights, numbers = sizes.dim, sizes.norm_values + 4
         else:
             # Copies of W and of the norms. A state's norm stores a standard deviation.
-            channels = sizes.dim if sizes.weight_type == "vector" else 1
-            weights, numbers = self.rows * channels + norms, sizes.norm_values
+            weights, numbers = self.rows * sizes.depth_channels + norms, sizes.norm_values
             numbers += sizes.norm == "pre"
         # One slot for each state, and one more for the last gradient.
         found = (self.rows + 1) * _slot_bytes(self.tokens, sizes.dim, sizes.dtype)

@@ -1,15 +1,14 @@
 """Live bytes by category, and the highest point of every section of a training step."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepfast.memory.count import LiveBytes
-
-GRADIENTS, COPIES = "gradients", "copies"
 
 _PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matrix products, and which argument is the left operand."""
@@ -18,22 +17,52 @@ _COPIED_BY = (torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 """What copies a weight in another dtype, or scaled by a gate."""
 
 
-def storage_key(tensor: Tensor) -> int:
+class Moment(NamedTuple):
+    """Bytes alive at one point of a step by category, without parameters and optimizer state; or
+    the difference of two such points."""
+
+    gradients: int = 0
+    """Of parameters."""
+    copies: int = 0
+    """Of weights, in autocast's dtype or scaled by a gate."""
+    history: int = 0
+    """Of connections between layers."""
+    activations: int = 0
+    """What layers keep for backward."""
+    transient: int = 0
+    """Everything else."""
+    head: int = 0
+    """Made by the embedding, the projection to the vocabulary and the loss."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def plus(self, *others: "Moment") -> "Moment":
+        return Moment(*map(sum, zip(self, *others, strict=True)))
+
+    def minus(self, other: "Moment") -> "Moment":
+        return Moment(*map(operator.sub, self, other))
+
+    def times(self, count: int) -> "Moment":
+        return Moment(*(count * size for size in self))
+
+
+def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 class Ledger(LiveBytes):
-    """Counts the storages on a device as `LiveBytes` does on a CPU, each in a category.
+    """Counts the storages on a device as `LiveBytes` does on a CPU, each in a category of `Moment`.
 
-    The gradients of ``parameters`` are `GRADIENTS`, and copies of ``weights`` are `COPIES`. All
+    The gradients of ``parameters`` are "gradients", and copies of ``weights`` are "copies". All
     else has the category that was set when it was made.
 
     Attributes:
         category: of what is made from now on.
-        alive: category -> bytes alive now.
         starts: section -> what was alive at its start.
-        highest: section -> what was alive at its highest point. With ``old_gradients`` the gradients
-            do not count there, because those of an earlier pass have all been alive before.
+        highest: section -> what was alive at its highest point. With ``old_gradients`` gradients do
+            not count there, because those of an earlier pass have all been alive before.
         flops: section -> multiplications and additions of its matrix products.
     """
 
@@ -47,22 +76,18 @@ class Ledger(LiveBytes):
     ):
         super().__init__(device)
         self._allocator = False
-        self.parameters = list(parameters)
-        self.copied = {storage_key(weight) for weight in weights}
-        self.category = self.section = ""
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.copied = {_key(weight) for weight in weights}
+        self.section, self.category = "", "transient"
         self.old_gradients = old_gradients
-        self.alive: dict[str, int] = {}
-        self.starts: dict[str, dict[str, int]] = {}
-        self.highest: dict[str, dict[str, int]] = {"": {}}
+        self._by_category: Counter[str] = Counter()
+        self.starts: dict[str, Moment] = {}
+        self.highest = {"": Moment()}
         self.flops: Counter[str] = Counter()
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "Ledger":
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._learned)
-            for p in self.parameters
-            if p.requires_grad
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._learned) for p in self.parameters]
         super().__enter__()
         return self
 
@@ -73,35 +98,33 @@ class Ledger(LiveBytes):
 
     def enter(self, section: str, category: str) -> None:
         """Begins a section, unless it runs already."""
-        if section == self.section:
-            return
-        self.section, self.category = section, category
-        self.starts[section] = self.highest[section] = dict(self.alive)
+        if section != self.section:
+            self.section, self.category = section, category
+            self.starts[section] = self.highest[section] = Moment(**self._by_category)
 
     def _category(self, func: Any, args: tuple) -> str:
         if func in _PRODUCTS:
             left, right = args[_PRODUCTS[func] :][:2]
             self.flops[self.section] += 2 * left.numel() * right.shape[1]
         elif func in _COPIED_BY:
-            key = storage_key(args[0])
-            if key in self.copied or self._alive.get(key, ("",))[-1] == COPIES:
-                return COPIES
+            key = _key(args[0])
+            if key in self.copied or self._alive.get(key, ("",))[-1] == "copies":
+                return "copies"
         return self.category
 
     def _add(self, nbytes: int, category: str) -> None:
         super()._add(nbytes, category)
-        self.alive[category] = self.alive.get(category, 0) + nbytes
-        if nbytes > 0 and self._height(self.alive) > self._height(self.highest[self.section]):
-            self.highest[self.section] = dict(self.alive)
-
-    def _height(self, alive: dict[str, int]) -> int:
-        return sum(alive.values()) - self.old_gradients * alive.get(GRADIENTS, 0)
+        self._by_category[category] += nbytes
+        if nbytes > 0:
+            highest = self.highest[self.section]
+            old = self.old_gradients * (highest.gradients - self._by_category["gradients"])
+            if self._current > highest.total - old:
+                self.highest[self.section] = Moment(**self._by_category)
 
     def _learned(self, parameter: Tensor) -> None:
         """The gradient of a parameter is complete."""
-        key = storage_key(parameter.grad)
+        key = _key(parameter.grad)  # type: ignore[arg-type]
         if key in self._alive:
             reference, nbytes, category = self._alive[key]
-            self._alive[key] = (reference, nbytes, GRADIENTS)
-            self.alive[category] -= nbytes
-            self.alive[GRADIENTS] = self.alive.get(GRADIENTS, 0) + nbytes
+            self._alive[key] = (reference, nbytes, "gradients")
+            self._by_category.update({category: -nbytes, "gradients": nbytes})

@@ -19,6 +19,10 @@ STEP = 64
 """A width that `plan` chooses is a multiple of it; heads are this wide by default."""
 
 
+USUAL = {"num_layers": 16, "dim": 8, "tokens": 8192}
+"""Numbers to try first, of `STEP` channels."""
+
+
 class DoesNotFitError(ValueError):
     """The budget is too small even for the smallest size."""
 
@@ -135,28 +139,43 @@ def _largest(
 ) -> Sizes:
     """The sizes with the largest ``free``, a multiple of ``step``, that fit."""
 
-    def fits(multiple: int) -> bool:
-        return search.smallest(sized(**{free: multiple * step})) <= limit
+    def need(multiple: int) -> int:
+        return search.smallest(sized(**{free: multiple * step}))
 
-    if not fits(1):
-        smallest = search.smallest(sized(**{free: step}))
+    # Larger sizes are beyond every machine.
+    most, usual, power = MOST[free] // step, USUAL[free], 2 if free == "dim" else 1
+    if not (found := largest(need, limit, most, usual, power)):
         raise DoesNotFitError(
-            f"budget: expected at least {format_bytes(smallest, up=True)} for {free} {step}, got "
+            f"budget: expected at least {format_bytes(need(1), up=True)} for {free} {step}, got "
             f"{format_bytes(limit)}"
         )
-    # Larger sizes are beyond every machine.
-    return sized(**{free: step * largest(fits, MOST[free] // step)})
+    return sized(**{free: step * found})
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` that fits, if all smaller ones fit; 0 if 1 does not."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+def largest(
+    need: Callable[[int], int], limit: int, most: int, usual: int = 1, power: int = 1
+) -> int:
+    """The largest number up to ``most`` whose need is within the limit; 0 if that of 1 is not.
+
+    The need grows about as a power of the number. Each need may take a second to compute, so a line
+    through the two last ones says which number to try next.
+
+    Args:
+        usual: the number to try first.
+    """
+    low, high, guess = 0, most + 1, usual
+    tried = [(0, 0)]
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = min(max(guess, low + 1), high - 1)
+        tried.append((guess, need(guess)))
+        (before, of_before), (last, of_last) = tried[-2:]
+        low, high = (last, high) if of_last <= limit else (low, last)
+        if len(tried) % 5 == 0 and high <= most:
+            guess = (low + high) // 2
+            continue
+        slope = (of_last - of_before) / (last**power - before**power)
+        wanted = last**power + (limit - of_last) / slope if slope > 0 else high**power
+        guess = int(max(wanted, 0) ** (1 / power))
     return low
 
 

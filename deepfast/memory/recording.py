@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepfast.memory.ledger import Ledger
+from deepfast.memory.ledger import Ledger, Moment
 from deepfast.memory.sizes import Sizes
-from deepfast.memory.stack import LayerRecord, Moment, Stack
+from deepfast.memory.stack import LayerRecord, Stack
 from deepfast.nn import MultiheadAttention, Packing
 from deepfast.ops.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from deepfast.policies import MIXING, POLICIES
@@ -72,7 +72,6 @@ def undisturbed() -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
@@ -194,12 +193,6 @@ class _SmallModel:
 
     # ---- what the step has shown ---------------------------------------------------------------
 
-    def _start(self, section: str) -> Moment:
-        return Moment(**self.ledger.starts[section])
-
-    def _highest(self, section: str) -> Moment:
-        return Moment(**self.ledger.highest[section])
-
     def recording(self) -> Recording:
         layers = tuple(self._layers(side) for side in self.stacks)
         stacks = [
@@ -211,13 +204,13 @@ class _SmallModel:
             if section.startswith("decoder") and len(stacks) == 1:
                 continue
             if section.endswith(" forward"):
-                alive = self._start(f"{section} 0 0")
+                alive = self.ledger.starts[f"{section} 0 0"]
             elif section in ("encoder backward", "decoder backward"):
                 side = section.startswith("decoder")
                 top = len(self.orders[side]) - 1, self.sizes.parts(side) - 1
-                alive = self._start(f"{section} {top[0]} {top[1]}")
+                alive = self.ledger.starts[f"{section} {top[0]} {top[1]}"]
             else:
-                alive = self._highest(section)
+                alive = self.ledger.highest[section]
             found = alive.minus(held(section, stacks))
             # The ledger does not know what is kept.
             transient = found.transient + found.activations + found.history
@@ -228,16 +221,16 @@ class _SmallModel:
         found, parts = {}, range(self.sizes.parts(side))
         forward, backward = (f"{SIDES[side]} {way}" for way in ("forward", "backward"))
         for number, policy in list(enumerate(self.orders[side]))[1:-1]:
-            begins = self._start(f"{forward} {number} 0")
-            returns = self._start(f"{backward} {number} {parts[-1]}")
-            kept = self._start(f"{forward} {number + 1} 0").minus(begins)
-            saved = returns.minus(self._start(f"{backward} {number - 1} {parts[-1]}"))
+            begins = self.ledger.starts[f"{forward} {number} 0"]
+            returns = self.ledger.starts[f"{backward} {number} {parts[-1]}"]
+            kept = self.ledger.starts[f"{forward} {number + 1} 0"].minus(begins)
+            saved = returns.minus(self.ledger.starts[f"{backward} {number - 1} {parts[-1]}"])
             up, down = ([f"{way} {number} {part}" for part in parts] for way in (forward, backward))
             found[policy] = LayerRecord(
                 kept=kept._replace(activations=kept.transient, transient=0),
                 saved=saved._replace(activations=saved.transient, transient=0, gradients=0),
-                forward=tuple(self._highest(name).minus(begins) for name in up),
-                backward=tuple(self._highest(name).minus(returns) for name in down),
+                forward=tuple(self.ledger.highest[name].minus(begins) for name in up),
+                backward=tuple(self.ledger.highest[name].minus(returns) for name in down),
                 gradients=-saved.gradients,
                 forward_flops=sum(map(self.ledger.flops.__getitem__, up)),
                 backward_flops=sum(map(self.ledger.flops.__getitem__, down)),
@@ -256,12 +249,15 @@ def _record(sizes: Sizes) -> Recording:
 @lru_cache(maxsize=1024)
 def recording(sizes: Sizes) -> Recording:
     """The recording of the small model of ``sizes``, which is kept."""
-    alike = replace(
-        sizes, num_layers=1, decoder_layers=min(sizes.decoder_layers, 1),
-        accumulate=min(sizes.accumulate, 2),        optimizer="none", length=1, ranks=min(sizes.ranks, 2), reshard=True,
+    least = replace(
+        sizes,
+        num_layers=1,
+        decoder_layers=min(sizes.decoder_layers, 1),
+        accumulate=min(sizes.accumulate, 2),
+        ranks=min(sizes.ranks, 2),
         parallel=sizes.parallel if sizes.ranks > 1 else "ddp",
-    )  # fmt: skip
-    return _record(alike)
+    )
+    return _record(replace(least, optimizer="none", length=1, reshard=True))
 
 
 def _one_block(depth: Any, args: tuple) -> None:

@@ -146,7 +146,8 @@ class Sizes:
 
     @property
     def norm_values(self) -> int:
-        """Statistics of a norm per token: an RMS norm has no mean."""
+        """Parameters of a norm per channel, and statistics per token: an RMS norm has no bias and
+        no mean."""
         return 1 if self.norm_type == "rms" else 2
 
     def layers(self, decoder: bool = False) -> int:
@@ -181,21 +182,33 @@ class Sizes:
     def layer_parameters(self, decoder: bool = False) -> int:
         """Parameters of one layer. The norm before each pre-norm layer, or before each part that
         reads, belongs to the connection."""
-        return _counts(self._one_layer, decoder)[0]
+        # The other sizes change no layer.
+        same = replace(self, num_layers=1, decoder_layers=1, vocab_size=1, length=1)
+        return _layer_parameters(replace(same, tokens=1, target_tokens=1), decoder)
 
     def connection_parameters(self, decoder: bool = False, layers: int | None = None) -> int:
-        """Parameters of the connection of ``layers`` layers, or of the stack's, with its norms.
-        Their number is quadratic in the layers."""
-        _, one, two, three = _counts(self._one_layer, decoder)
-        more = (layers or self.layers(decoder)) - 1
-        return one + more * (two - one) + more * (more - 1) // 2 * (three - 2 * two + one)
+        """Parameters of the connection, with its norms in pre-norm: depth weights and their norms,
+        queries of attention residuals, logits of latent depth.
+
+        layers: L, if it is not the stack's.
+        """
+        kind = self.kind(decoder)
+        rows = (layers or self.layers(decoder)) * self.parts(decoder) + 1
+        norms = rows * self.norm_values * self.dim
+        count = norms if self.norm == "pre" else 0
+        if kind == "dlcl":
+            count += rows * rows * self.depth_channels + norms
+        if kind in ATTENTION_RESIDUALS:
+            count += rows * self.dim
+        if kind == "latent":
+            # The logits of one language.
+            count += rows - 1
+        return count
 
     @property
-    def _one_layer(self) -> "Sizes":
-        """The same layers in the smallest model."""
-        return replace(
-            self, num_layers=1, decoder_layers=1, vocab_size=1, tokens=1, target_tokens=1
-        )
+    def depth_channels(self) -> int:
+        """Depth weights per row and source."""
+        return self.dim if self.weight_type == "vector" else 1
 
     @cached_property
     def parameters(self) -> int:
@@ -208,13 +221,7 @@ class Sizes:
 
 
 @lru_cache(maxsize=256)
-def _counts(sizes: Sizes, decoder: bool) -> tuple[int, ...]:
-    """Parameters of one layer, and of what stacks of 1, 2 and 3 layers have beside their layers."""
+def _layer_parameters(sizes: Sizes, decoder: bool) -> int:
     with torch.device("meta"):
-        stacks = [sizes.stack(("none",) * count, decoder) for count in (1, 2, 3)]
-    layer = _parameters(stacks[0].layers[0])
-    return layer, *(_parameters(stack) - len(stack.layers) * layer for stack in stacks)
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+        layer: nn.Module = sizes.stack(("none",), decoder).layers[0]
+    return sum(p.numel() for p in layer.parameters())

@@ -1,45 +1,13 @@
 """What a stack of any depth keeps at every point of a step, from records of single layers."""
 
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import NamedTuple
 
 from deepfast.memory.history import FP32, History
+from deepfast.memory.ledger import Moment
 from deepfast.memory.sizes import Sizes
-
-
-class Moment(NamedTuple):
-    """Bytes alive at one point of a step, without parameters and optimizer state; or a difference
-    of two such points."""
-
-    gradients: int = 0
-    """Of parameters."""
-    copies: int = 0
-    """Of the layers' weights, in autocast's dtype or scaled by a gate."""
-    history: int = 0
-    """Of connections between layers."""
-    activations: int = 0
-    """What layers keep for backward."""
-    transient: int = 0
-    """Everything else that stacks make."""
-    head: int = 0
-    """Made by the embedding, the projection to the vocabulary and the loss."""
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def plus(self, *others: "Moment") -> "Moment":
-        return Moment(*map(sum, zip(self, *others, strict=True)))
-
-    def minus(self, other: "Moment") -> "Moment":
-        return Moment(*map(operator.sub, self, other))
-
-    def times(self, count: int) -> "Moment":
-        return Moment(*(count * size for size in self))
 
 
 @dataclass(frozen=True)

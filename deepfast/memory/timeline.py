@@ -8,9 +8,10 @@ and the loss, come from a `recording`.
 from collections.abc import Sequence
 
 from deepfast.memory.history import FP32
+from deepfast.memory.ledger import Moment
 from deepfast.memory.recording import SIDES, held, recording
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
-from deepfast.memory.stack import Moment, Stack
+from deepfast.memory.stack import Stack
 
 CATEGORIES = (
     "parameters",

@@ -117,6 +117,8 @@ ENCODERS = {
     # Wide heads and a narrow feed-forward block, so that keys and values have a large share.
     "one head of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 1}), "none", "float32"),
     "two heads of keys": ((8, 64, 4, 64, 384, {"num_kv_heads": 2}), "ffn", "float32"),
+    "SwiGLU": ((8, 32, 2, 80, 384, {"activation": "swiglu"}), "none", "float32"),
+    "SwiGLU again": ((8, 32, 2, 80, 384, {"activation": "swiglu"}), "ffn", "bfloat16"),
     "wide": ((6, 256, 4, 1024, 384, {}), "layer+input", "float32"),
     "two policies": ((10, 48, 4, 97, 208, {}), ["layer+input"] * 6 + ["ffn"] * 4, "bfloat16"),
 }  # fmt: skip
