@@ -27,6 +27,12 @@ RERUN = ("layer", "layer+input")
 """Policies under which backward runs the layer's forward pass again."""
 
 
+def policies_of(connection: str) -> tuple[str, ...]:
+    """The policies of a layer in a stack with this connection: without the states of all layers
+    nothing can recompute an input."""
+    return POLICIES if connection in MIXING else POLICIES[:-1]
+
+
 def resolve(
     recompute: object, num_layers: int, connection: str, argument: str = "recompute"
 ) -> tuple[str, ...]:

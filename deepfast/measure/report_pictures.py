@@ -26,7 +26,7 @@ from deepfast.measure.pictures import (
 from deepfast.memory.plan import Plan, uniform_peak
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
-from deepfast.policies import MIXING, POLICIES
+from deepfast.policies import POLICIES, policies_of
 
 MIB, GIB = 1 << 20, 1 << 30
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
@@ -193,11 +193,10 @@ PICTURES = {
 
 def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     """Name -> (layers, GiB): each policy, the same on all layers."""
-    mixes = sizes.connection in MIXING
     found: dict[str, list[tuple[int, float]]] = {}
     for layers in DEPTHS:
         deep = replace(sizes, num_layers=layers)
-        for policy in POLICIES if mixes else POLICIES[:-1]:
+        for policy in policies_of(sizes.connection):
             peak = uniform_peak(deep, policy) / GIB
             found.setdefault(NAMES[policy], []).append((layers, peak))
     return found

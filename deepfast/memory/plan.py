@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from deepfast import checks
@@ -11,16 +12,17 @@ from deepfast.memory.sizes import MOST, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
-from deepfast.policies import ATTENTION_RESIDUALS, MIXING, POLICIES, resolve
+from deepfast.policies import ATTENTION_RESIDUALS, policies_of, resolve
 
 FREE = ("budget", "num_layers", "dim", "tokens")
 """`plan` needs at least three of them."""
 STEP = 64
 """A width that `plan` chooses is a multiple of it; heads are this wide by default."""
-
-
 USUAL = {"num_layers": 16, "dim": 8, "tokens": 8192}
-"""Numbers to try first, of `STEP` channels."""
+"""Numbers to try first; of widths as multiples of `STEP`."""
+
+Pair = tuple[tuple[str, ...], tuple[str, ...]]
+"""The policies of all layers of encoder and decoder."""
 
 
 class DoesNotFitError(ValueError):
@@ -202,28 +204,26 @@ class _Search:
     """Finds the best policies among those that may be chosen.
 
     Args:
-        encoder, decoder: one policy, one per layer, or None where any may be chosen.
+        wanted: of the encoder and of the decoder one policy, one per layer, or None where any may
+            be chosen.
     """
 
-    def __init__(self, encoder: str | Sequence[str] | None, decoder: str | Sequence[str] | None):
-        self.wanted = encoder, decoder
+    def __init__(self, *wanted: str | Sequence[str] | None):
+        self.wanted = wanted
 
-    def _sides(self, sizes: Sizes):
-        """The number of layers, the connection and the given policies of each stack."""
-        counts = sizes.num_layers, sizes.decoder_layers
-        kinds = sizes.connection, sizes.decoder_connection
-        return zip(counts, kinds, self.wanted, strict=True)
-
-    def uniform(self, sizes: Sizes) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def uniform(self, sizes: Sizes) -> list[Pair]:
         """Pairs with one policy for all layers of each stack, from most memory to least.
 
         The encoder is deeper, so its policy changes first, then the decoder's.
         """
         options = []
-        sides = zip(("recompute", "decoder_recompute"), self._sides(sizes), strict=True)
-        for name, (count, kind, wanted) in sides:
-            names = POLICIES if kind in MIXING else POLICIES[:-1]
-            wishes = names if wanted is None else (wanted,)
+        for side, name in enumerate(("recompute", "decoder_recompute")):
+            count, kind, wanted = (
+                sizes.layers(bool(side)),
+                sizes.kind(bool(side)),
+                self.wanted[side],
+            )
+            wishes = policies_of(kind) if wanted is None else (wanted,)
             options.append([resolve(wish, count, kind, name) for wish in wishes] if count else [()])
         encoder, decoder = options
         return [(e, decoder[0]) for e in encoder] + [(encoder[-1], d) for d in decoder[1:]]
@@ -232,51 +232,43 @@ class _Search:
         """The lowest peak of all pairs."""
         return min(_peak(sizes, pair) for pair in self.uniform(sizes))
 
-    def cheapest(self, sizes: Sizes, limit: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def cheapest(self, sizes: Sizes, limit: int) -> Pair:
         """The policies with the least predicted time within the limit, or with the lowest peak
         where nothing fits."""
         pairs = self.uniform(sizes)
         found = [pair for pair in pairs if _peak(sizes, pair) <= limit]
         if not found:
             return min(pairs, key=lambda pair: _peak(sizes, pair))
-        for lean in range(len(pairs)):
-            for frugal in range(lean + 1, len(pairs)):
-                found += _mixed(sizes, pairs[lean], pairs[frugal], limit)
+        mixed = (_mixed(sizes, *both, limit) for both in combinations(pairs, 2))
+        found += [pair for pair in mixed if pair is not None]
         return min(found, key=lambda pair: (relative_time(sizes, *pair), _peak(sizes, pair)))
 
 
-def _peak(sizes: Sizes, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> int:
+def _peak(sizes: Sizes, pair: Pair) -> int:
     return sum(peak_table(sizes, *pair).values())
 
 
 def uniform_peak(sizes: Sizes, policy: str) -> int:
     """The peak with one policy for all layers; without a depth connection, "layer+input" becomes
     "layer"."""
-    kinds = (sizes.num_layers, sizes.connection), (sizes.decoder_layers, sizes.decoder_connection)
     encoder, decoder = (
-        ("layer" if policy == "layer+input" and kind not in MIXING else policy,) * count
-        for count, kind in kinds
+        (policy if policy in policies_of(sizes.kind(side)) else "layer",) * sizes.layers(side)
+        for side in (False, True)
     )
     return _peak(sizes, (encoder, decoder))
 
 
-def _mixed(sizes: Sizes, top, bottom, limit: int):
-    """Combines two choices: as few bottom layers as possible use ``bottom``, which needs less
-    memory, and the others use ``top``. Returns a list with that choice, or empty if none fits."""
-    count = sizes.num_layers + sizes.decoder_layers
+def _mixed(sizes: Sizes, top: Pair, bottom: Pair, limit: int) -> Pair | None:
+    """Combines two choices: as many upper layers as possible use ``top``, and the others
+    ``bottom``, which needs less memory; None where not even those fit."""
+    # The encoder's layers lie below the decoder's.
+    lean, frugal = top[0] + top[1], bottom[0] + bottom[1]
+    count = len(lean)
 
-    def mix(lower: int):
-        # The encoder's layers lie below the decoder's.
-        whole = (bottom[0] + bottom[1])[:lower] + (top[0] + top[1])[lower:]
+    def mix(upper: int) -> Pair:
+        whole = frugal[: count - upper] + lean[count - upper :]
         return whole[: sizes.num_layers], whole[sizes.num_layers :]
 
-    low, high = 0, count
-    if _peak(sizes, mix(high)) > limit:
-        return []
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _peak(sizes, mix(middle)) <= limit:
-            high = middle
-        else:
-            low = middle
-    return [mix(high)]
+    if _peak(sizes, bottom) > limit:
+        return None
+    return mix(largest(lambda upper: _peak(sizes, mix(upper)), limit, count - 1, count // 2))

@@ -22,7 +22,7 @@ from deepfast.memory.sizes import Sizes
 from deepfast.memory.stack import LayerRecord, Stack
 from deepfast.nn import MultiheadAttention, Packing
 from deepfast.ops.linear_cross_entropy import chunk_rows, linear_cross_entropy
-from deepfast.policies import MIXING, POLICIES
+from deepfast.policies import policies_of
 
 SIDES = ("encoder", "decoder")
 
@@ -57,12 +57,6 @@ def held(section: str, stacks: Sequence[Stack]) -> Moment:
     return Moment().plus(*(stack.holds(state) for stack, state in states))
 
 
-def policies_of(connection: str) -> tuple[str, ...]:
-    """The policies that a layer may have; without states of all layers nothing can recompute an
-    input."""
-    return POLICIES if connection in MIXING else POLICIES[:-1]
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Inside the block the settings of the caller's code do not matter, nor do its random numbers
@@ -91,49 +85,46 @@ class _SmallModel:
     """The small model, and the ledger of its step."""
 
     def __init__(self, sizes: Sizes):
-        self.sizes = sizes
-        self.orders = {
-            decoder: ("none", *policies_of(sizes.kind(decoder)), "none")
+        self.sizes, self.part = sizes, 0
+        self.orders = [
+            ("none", *policies_of(sizes.kind(decoder)), "none")
             for decoder in (False, True)[: 2 if sizes.decoder_layers else 1]
-        }
-        self.table = torch.empty(sizes.vocab_size, sizes.dim, requires_grad=True)
+        ]
+        # FSDP gathers parameters in the dtype of the products.
+        low = sizes.sharded and sizes.dtype == "bfloat16"
+        dtype = torch.bfloat16 if low else torch.float32
+        self.table = torch.empty(sizes.vocab_size, sizes.dim, dtype=dtype, requires_grad=True)
         # Of a bare stack.
         self.given = torch.empty(sizes.tokens, sizes.dim, requires_grad=True)
-        self.stacks = {side: sizes.stack(order, side) for side, order in self.orders.items()}
-        modules = [module for stack in self.stacks.values() for module in stack.modules()]
-        for module in modules:
-            if sizes.padding and isinstance(module, MultiheadAttention):
-                # torch's attention works on padded copies.
-                module.backend = "sdpa"
-        self.ledger = Ledger(
-            [self.table, *(p for stack in self.stacks.values() for p in stack.parameters())],
-            [
-                p
-                for stack in self.stacks.values()
-                for layer in stack.layers
-                for p in layer.parameters()
-            ],
-            old_gradients=sizes.accumulate > 1 or sizes.ranks > 1,
-        )
-        self.part = 0
-        for side, stack in self.stacks.items():
+        stacks = [sizes.stack(order, bool(side)) for side, order in enumerate(self.orders)]
+        self.stacks, weights, parameters = stacks, [], [self.table]
+        for side, stack in enumerate(stacks):
+            parameters += stack.parameters()
             for number, layer in enumerate(stack.layers):
+                weights += layer.parameters()
                 layer.register_forward_pre_hook(partial(self._begins, side, number))
                 layer.register_forward_hook(partial(self._ends, side, number))
             if stack.connection.depth is not None:
                 stack.connection.depth.register_forward_pre_hook(_one_block)
+            for module in stack.modules():
+                if sizes.padding and isinstance(module, MultiheadAttention):
+                    # torch's attention works on padded copies.
+                    module.backend = "sdpa"
+        self.ledger = Ledger(
+            parameters, weights, old_gradients=sizes.accumulate > 1 or sizes.ranks > 1
+        )
 
-    def _enter(self, side: bool, what: str, *_: object) -> None:
+    def _enter(self, side: int, what: str, *_: object) -> None:
         kind = "head" if what in ("source", "end") else "transient"
         self.ledger.enter(f"{SIDES[side]} {what}", kind)
 
-    def _begins(self, side: bool, number: int, *_: object) -> None:
+    def _begins(self, side: int, number: int, *_: object) -> None:
         """A layer, or the next part of it, begins forward. In backward it may run again."""
         if torch._C._current_graph_task_id() == -1:
             self.part = self.part + 1 if f" {number} " in self.ledger.section else 0
             self._enter(side, f"forward {number} {self.part}")
 
-    def _ends(self, side: bool, number: int, _layer: Any, _args: Any, result: Any) -> None:
+    def _ends(self, side: int, number: int, _layer: Any, _args: Any, result: Any) -> None:
         """A layer or part ends forward. Its backward begins at its branch."""
         if torch._C._current_graph_task_id() == -1:
             branch = result[-1] if isinstance(result, tuple) else result
@@ -143,7 +134,7 @@ class _SmallModel:
     def step(self) -> None:
         sizes = self.sizes
         with self.ledger:
-            self._enter(False, "source")
+            self._enter(0, "source")
             with torch.autocast("cpu", torch.bfloat16, enabled=sizes.dtype == "bfloat16"):
                 result = self._forward()
             # As where the caller's outermost context of autocast ends.
@@ -156,11 +147,11 @@ class _SmallModel:
         """The loss or, without a vocabulary, the encoder's result."""
         sizes, tokens = self.sizes, self.sizes.tokens
         packing = _packing(tokens, sizes.padding)
-        y = self._run(False, tokens, packing=packing)
+        y = self._run(0, tokens, packing=packing)
         if sizes.decoder_layers:
             tokens = sizes.target_tokens
             target = _packing(tokens, sizes.padding)
-            y = self._run(True, tokens, packing=target, encoded=y, encoded_packing=packing)
+            y = self._run(1, tokens, packing=target, encoded=y, encoded_packing=packing)
         self.ledger.enter("loss", "head")
         if not sizes.vocab_size:
             return y
@@ -170,7 +161,7 @@ class _SmallModel:
             y, self.table, labels, label_smoothing=0.1, reduction="sum", chunk_size=chunk
         )
 
-    def _run(self, side: bool, tokens: int, **options: Any) -> Tensor:
+    def _run(self, side: int, tokens: int, **options: Any) -> Tensor:
         """From the embedding to the result of one stack."""
         self._enter(side, "source")
         sizes, stack = self.sizes, self.stacks[side]
@@ -194,31 +185,27 @@ class _SmallModel:
     # ---- what the step has shown ---------------------------------------------------------------
 
     def recording(self) -> Recording:
-        layers = tuple(self._layers(side) for side in self.stacks)
+        ledger = self.ledger
+        layers = tuple(map(self._layers, range(len(self.stacks))))
         stacks = [
-            Stack(self.sizes, records, order, side, blocks=False)
-            for records, (side, order) in zip(layers, self.orders.items(), strict=True)
+            Stack(self.sizes, records, order, bool(side), blocks=False)
+            for side, (records, order) in enumerate(zip(layers, self.orders, strict=True))
         ]
+        alive = {name: ledger.highest[name] for name in SECTIONS if name in ledger.highest}
+        for side, order in enumerate(self.orders):
+            top = f"{len(order) - 1} {self.sizes.parts(bool(side)) - 1}"
+            for way, first in (("forward", "0 0"), ("backward", top)):
+                alive[f"{SIDES[side]} {way}"] = ledger.starts[f"{SIDES[side]} {way} {first}"]
         rest = {}
-        for section in SECTIONS:
-            if section.startswith("decoder") and len(stacks) == 1:
-                continue
-            if section.endswith(" forward"):
-                alive = self.ledger.starts[f"{section} 0 0"]
-            elif section in ("encoder backward", "decoder backward"):
-                side = section.startswith("decoder")
-                top = len(self.orders[side]) - 1, self.sizes.parts(side) - 1
-                alive = self.ledger.starts[f"{section} {top[0]} {top[1]}"]
-            else:
-                alive = self.ledger.highest[section]
-            found = alive.minus(held(section, stacks))
+        for section, found in alive.items():
+            found = found.minus(held(section, stacks))
             # The ledger does not know what is kept.
             transient = found.transient + found.activations + found.history
             rest[section] = found._replace(transient=transient, activations=0, history=0)
         return Recording(layers, rest)
 
-    def _layers(self, side: bool) -> dict[str, LayerRecord]:
-        found, parts = {}, range(self.sizes.parts(side))
+    def _layers(self, side: int) -> dict[str, LayerRecord]:
+        found, parts = {}, range(self.sizes.parts(bool(side)))
         forward, backward = (f"{SIDES[side]} {way}" for way in ("forward", "backward"))
         for number, policy in list(enumerate(self.orders[side]))[1:-1]:
             begins = self.ledger.starts[f"{forward} {number} 0"]

@@ -135,11 +135,6 @@ class Sizes:
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
-    def kv_width(self) -> int:
-        """Channels of the keys of a token, and of its values."""
-        return self.dim // self.num_heads * (self.num_kv_heads or self.num_heads)
-
-    @property
     def sharded(self) -> bool:
         """Whether each rank has a share of the parameters."""
         return self.parallel == "fsdp" and self.ranks > 1

@@ -8,7 +8,7 @@ import torch
 from deepfast.memory import POLICIES, LiveBytes, plan
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.nn import MultiheadAttention, Packing, TransformerEncoder
-from deepfast.policies import ATTENTION_RESIDUALS, MIXING
+from deepfast.policies import ATTENTION_RESIDUALS, policies_of
 
 LENGTH = 16
 ADAM = 8
@@ -94,7 +94,7 @@ KINDS += [
 
 
 # Other connections have no states to mix from.
-@pytest.mark.only_if(lambda kind, policy: policy != "layer+input" or kind["connection"] in MIXING)
+@pytest.mark.only_if(lambda kind, policy: policy in policies_of(kind["connection"]))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layers", [6, 18])
@@ -219,7 +219,7 @@ def check_model(**changes):
 
 def policies_drawn(draw, count, connection):
     """One for all layers, two in a row, or any."""
-    names = POLICIES if connection in MIXING else POLICIES[:-1]
+    names = policies_of(connection)
     if count == 1 or draw.random() < 0.6:
         return draw.choice(names)
     if draw.random() < 0.3:
