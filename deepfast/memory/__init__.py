@@ -1,7 +1,7 @@
 """The memory of a training step: counted (`LiveBytes`, `measure`) or predicted (`plan`)."""
 
 from deepfast.memory.count import LiveBytes
-from deepfast.memory.measure import measure
+from deepfast.memory.measure import Measured, measure
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.units import format_bytes, parse_bytes
 from deepfast.policies import POLICIES, resolve
@@ -9,6 +9,7 @@ from deepfast.policies import POLICIES, resolve
 __all__ = [
     "POLICIES",
     "LiveBytes",
+    "Measured",
     "Plan",
     "format_bytes",
     "measure",

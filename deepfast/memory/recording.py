@@ -97,7 +97,9 @@ class _SmallModel:
         # Of a bare stack.
         self.given = torch.empty(sizes.tokens, sizes.dim, requires_grad=True)
         stacks = [sizes.stack(order, bool(side)) for side, order in enumerate(self.orders)]
-        self.stacks, weights, parameters = stacks, [], [self.table]
+        self.stacks = stacks
+        weights: list[Tensor] = []
+        parameters: list[Tensor] = [self.table]
         for side, stack in enumerate(stacks):
             parameters += stack.parameters()
             for number, layer in enumerate(stack.layers):

@@ -55,6 +55,7 @@ FREE = ("num_layers", "dim", "tokens")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_solving_inverts(free, kind):
     sizes = {"num_layers": 30, "dim": 512, "tokens": 4096}
+    kind = kind | {"vocab_size": 2000}
     budget = plan(**sizes, **kind).budget
     given = {name: value for name, value in sizes.items() if name != free}
     found = plan(budget=budget, **given, **kind)
@@ -81,10 +82,10 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_more_of_anything_takes_more(kind):
-    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn",
+    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn", "vocab_size": 2000,
             "decoder_recompute": "ffn" if kind["decoder_layers"] else None}  # fmt: skip
     peak = plan(**base, **kind).peak
-    larger = {"num_layers": 40, "dim": 512, "tokens": 4096, "ffn_dim": 2048, "vocab_size": 64_000,
+    larger = {"num_layers": 40, "dim": 512, "tokens": 4096, "ffn_dim": 2048, "vocab_size": 4000,
               "accumulate": 2}  # fmt: skip
     for name, value in larger.items():
         assert plan(**base | {name: value}, **kind).peak > peak
