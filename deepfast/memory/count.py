@@ -53,7 +53,7 @@ class LiveBytes:
         # Whether the numbers are those of CUDA's allocator.
         self._allocator = self.device.type == "cuda"
         self._current = self._peak = 0
-        self._alive: dict[int, tuple[weakref.ref, int, str]] = {}
+        self._alive: dict[int, tuple[weakref.ref, int, int]] = {}
         self._watch: _Watch | None = None
         self._open = False
 
@@ -104,11 +104,11 @@ class LiveBytes:
             and (key := tensor.untyped_storage()._cdata) not in self._alive
         }
 
-    def _category(self, func: Any, args: tuple) -> str:
+    def _category(self, func: Any, args: tuple) -> int:
         """The category of the storages that an op makes; a subclass has several."""
-        return ""
+        return 0
 
-    def _see(self, tree: object, before: set[int], made: str) -> None:
+    def _see(self, tree: object, before: set[int], made: int) -> None:
         for tensor in tree_leaves(tree):
             if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
                 continue
@@ -128,7 +128,7 @@ class LiveBytes:
                 self._alive[key] = (reference, nbytes, made)
                 self._add(nbytes, made)
 
-    def _add(self, nbytes: int, category: str) -> None:
+    def _add(self, nbytes: int, category: int) -> None:
         self._current += nbytes
         self._peak = max(self._peak, self._current)
 

@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from deepfast.depth.schedule import default_block
 from deepfast.memory.sizes import Sizes
@@ -33,8 +34,6 @@ class History:
         self.mixes, self.attends = self.kind in MIXING, self.kind in ATTENTION_RESIDUALS
         self.tokens = sizes.target_tokens if decoder else sizes.tokens
         self.block = default_block(self.rows, sizes.device, 16 if self.attends else 8)
-        self.last_row = self.block * ((self.rows - 1) // self.block)
-        """The first row of the last block."""
         self.blocks = blocks and self.mixes and self.rows > self.block
 
     def bytes(self, learning: bool = False) -> int:
@@ -66,19 +65,19 @@ class History:
                 found += self.tokens * sizes.dim * sizes.bytes
         return found
 
-    def partial(self, layer: int, part: int) -> int:
-        """Bytes of the sums in forward of a part of a layer: none in the first block."""
-        return self._sums() if layer * self.parts + part + 1 >= self.block else 0
+    def partial(self) -> Tensor:
+        """(L, parts) bytes of the sums in forward of each part: none in the first block."""
+        return self._sums() * (self._parts() + 1 >= self.block)
 
-    def pulled(self, layer: int, part: int) -> int:
-        """Bytes of the sums of gradients in backward of a part of a layer: none in the last
+    def pulled(self) -> Tensor:
+        """(L, parts) bytes of the sums of gradients in backward of each part: none in the last
         block."""
-        return self._sums() if layer * self.parts + part < self.last_row - 1 else 0
+        last_block = self.block * ((self.rows - 1) // self.block)
+        return self._sums() * (self._parts() < last_block - 1)
 
-    @property
-    def first_pulled(self) -> int:
-        """The highest layer whose backward has sums of gradients."""
-        return (self.last_row - 2) // self.parts
+    def _parts(self) -> Tensor:
+        """The number of each part of each layer."""
+        return torch.arange(self.rows - 1, device="cpu").view(-1, self.parts)
 
     def _sums(self) -> int:
         if not self.blocks:

@@ -1,9 +1,8 @@
 """Live bytes by category, and the highest point of every section of a training step."""
 
-import operator
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,35 +16,16 @@ _COPIED_BY = (torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor)
 """What copies a weight in another dtype, or scaled by a gate."""
 
 
-class Moment(NamedTuple):
-    """Bytes alive at one point of a step by category, without parameters and optimizer state; or
-    the difference of two such points."""
+GRADIENTS, COPIES, HISTORY, ACTIVATIONS, TRANSIENT, HEAD = CATEGORIES = range(6)
+"""Categories of what is alive at one point of a step, without parameters and optimizer state:
 
-    gradients: int = 0
-    """Of parameters."""
-    copies: int = 0
-    """Of weights, in autocast's dtype or scaled by a gate."""
-    history: int = 0
-    """Of connections between layers."""
-    activations: int = 0
-    """What layers keep for backward."""
-    transient: int = 0
-    """Everything else."""
-    head: int = 0
-    """Made by the embedding, the projection to the vocabulary and the loss."""
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def plus(self, *others: "Moment") -> "Moment":
-        return Moment(*map(sum, zip(self, *others, strict=True)))
-
-    def minus(self, other: "Moment") -> "Moment":
-        return Moment(*map(operator.sub, self, other))
-
-    def times(self, count: int) -> "Moment":
-        return Moment(*(count * size for size in self))
+    gradients    of parameters
+    copies       of weights, in autocast's dtype or scaled by a gate
+    history      of connections between layers
+    activations  what layers keep for backward
+    transient    everything else
+    head         made by the embedding, the projection to the vocabulary and the loss
+"""
 
 
 def _key(tensor: Tensor) -> int:
@@ -53,15 +33,15 @@ def _key(tensor: Tensor) -> int:
 
 
 class Ledger(LiveBytes):
-    """Counts the storages on a device as `LiveBytes` does on a CPU, each in a category of `Moment`.
+    """Counts the storages on a device as `LiveBytes` does on a CPU, each in one of `CATEGORIES`.
 
-    The gradients of ``parameters`` are "gradients", and copies of ``weights`` are "copies". All
+    The gradients of ``parameters`` are `GRADIENTS`, and copies of ``weights`` are `COPIES`. All
     else has the category that was set when it was made.
 
     Attributes:
         category: of what is made from now on.
-        starts: section -> what was alive at its start.
-        highest: section -> what was alive at its highest point. With ``old_gradients`` gradients do
+        starts: section -> bytes of each category at its start.
+        highest: section -> the same at its highest point. With ``old_gradients`` gradients do
             not count there, because those of an earlier pass have all been alive before.
         flops: section -> multiplications and additions of its matrix products.
     """
@@ -78,11 +58,11 @@ class Ledger(LiveBytes):
         self._allocator = False
         self.parameters = [p for p in parameters if p.requires_grad]
         self.copied = {_key(weight) for weight in weights}
-        self.section, self.category = "", "transient"
+        self.section, self.category = "", TRANSIENT
         self.old_gradients = old_gradients
-        self._by_category: Counter[str] = Counter()
-        self.starts: dict[str, Moment] = {}
-        self.highest = {"": Moment()}
+        self._bytes = [0 for _ in CATEGORIES]
+        self.starts: dict[str, tuple[int, ...]] = {}
+        self.highest = {"": tuple(self._bytes)}
         self.flops: Counter[str] = Counter()
         self._hooks: list[Any] = []
 
@@ -96,35 +76,35 @@ class Ledger(LiveBytes):
         for hook in self._hooks:
             hook.remove()
 
-    def enter(self, section: str, category: str) -> None:
+    def enter(self, section: str, category: int) -> None:
         """Begins a section, unless it runs already."""
         if section != self.section:
             self.section, self.category = section, category
-            self.starts[section] = self.highest[section] = Moment(**self._by_category)
+            self.starts[section] = self.highest[section] = tuple(self._bytes)
 
-    def _category(self, func: Any, args: tuple) -> str:
+    def _category(self, func: Any, args: tuple) -> int:
         if func in _PRODUCTS:
             left, right = args[_PRODUCTS[func] :][:2]
             self.flops[self.section] += 2 * left.numel() * right.shape[1]
         elif func in _COPIED_BY:
             key = _key(args[0])
-            if key in self.copied or self._alive.get(key, ("",))[-1] == "copies":
-                return "copies"
+            if key in self.copied or self._alive.get(key, (None,))[-1] == COPIES:
+                return COPIES
         return self.category
 
-    def _add(self, nbytes: int, category: str) -> None:
+    def _add(self, nbytes: int, category: int) -> None:
         super()._add(nbytes, category)
-        self._by_category[category] += nbytes
-        if nbytes > 0:
-            highest = self.highest[self.section]
-            old = self.old_gradients * (highest.gradients - self._by_category["gradients"])
-            if self._current > highest.total - old:
-                self.highest[self.section] = Moment(**self._by_category)
+        self._bytes[category] += nbytes
+        highest = self.highest[self.section]
+        old = self.old_gradients * (highest[GRADIENTS] - self._bytes[GRADIENTS])
+        if self._current > sum(highest) - old:
+            self.highest[self.section] = tuple(self._bytes)
 
     def _learned(self, parameter: Tensor) -> None:
         """The gradient of a parameter is complete."""
         key = _key(parameter.grad)  # type: ignore[arg-type]
         if key in self._alive:
             reference, nbytes, category = self._alive[key]
-            self._alive[key] = (reference, nbytes, "gradients")
-            self._by_category.update({category: -nbytes, "gradients": nbytes})
+            self._alive[key] = (reference, nbytes, GRADIENTS)
+            self._bytes[category] -= nbytes
+            self._bytes[GRADIENTS] += nbytes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode
 
-from deepfast.memory.ledger import Ledger
+from deepfast.memory.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger
 from deepfast.memory.recording import SeenThrough
 from deepfast.memory.units import format_bytes
 
@@ -37,9 +37,9 @@ class Measured:
 class _StepLedger(Ledger):
     """Tells what forward makes from what backward makes."""
 
-    def _category(self, func: Any, args: tuple) -> str:
+    def _category(self, func: Any, args: tuple) -> int:
         running = torch._C._current_graph_task_id() != -1
-        self.category = "transient" if running else "activations"
+        self.category = TRANSIENT if running else ACTIVATIONS
         return super()._category(func, args)
 
 
@@ -101,8 +101,8 @@ def _measured(model: nn.Module, step: Callable, reason: str = "") -> Measured:
     top = ledger.highest[""]
     table = {
         "parameters": own,
-        "gradients": top.gradients,
-        "activations": top.activations,
-        "transient": top.transient,
+        "gradients": top[GRADIENTS],
+        "activations": top[ACTIVATIONS],
+        "transient": top[TRANSIENT],
     }
     return Measured(table, "real" if reason else "none", reason)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepfast.memory.ledger import Ledger, Moment
+from deepfast.memory.ledger import ACTIVATIONS, GRADIENTS, HEAD, HISTORY, TRANSIENT, Ledger
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.stack import LayerRecord, Stack
 from deepfast.nn import MultiheadAttention, Packing
@@ -46,15 +46,15 @@ class Recording:
 
     layers: tuple[dict[str, LayerRecord], ...]
     """Of the encoder and, where there is one, of the decoder: policy -> a layer under it."""
-    rest: dict[str, Moment]
-    """Section -> what was alive beside what the stacks hold: of forward and backward of a stack at
+    rest: dict[str, Tensor]
+    """Section -> (6,) bytes beside what the stacks hold: of forward and backward of a stack at
     their start, else at the highest point."""
 
 
-def held(section: str, stacks: Sequence[Stack]) -> Moment:
-    """What the stacks hold in a section."""
+def held(section: str, stacks: Sequence[Stack]) -> Tensor:
+    """(6,) bytes that the stacks hold in a section."""
     states = zip(stacks, SECTIONS[section], strict=False)
-    return Moment().plus(*(stack.holds(state) for stack, state in states))
+    return torch.stack([stack.holds(state) for stack, state in states]).sum(0)
 
 
 @contextlib.contextmanager
@@ -117,8 +117,8 @@ class _SmallModel:
         )
 
     def _enter(self, side: int, what: str, *_: object) -> None:
-        kind = "head" if what in ("source", "end") else "transient"
-        self.ledger.enter(f"{SIDES[side]} {what}", kind)
+        category = HEAD if what in ("source", "end") else TRANSIENT
+        self.ledger.enter(f"{SIDES[side]} {what}", category)
 
     def _begins(self, side: int, number: int, *_: object) -> None:
         """A layer, or the next part of it, begins forward. In backward it may run again."""
@@ -141,7 +141,7 @@ class _SmallModel:
                 result = self._forward()
             # As where the caller's outermost context of autocast ends.
             torch.clear_autocast_cache()
-            self.ledger.enter("loss backward", "head")
+            self.ledger.enter("loss backward", HEAD)
             # The caller of a bare stack holds its result.
             (result if sizes.vocab_size else (2 * result).sum()).backward()
 
@@ -154,7 +154,7 @@ class _SmallModel:
             tokens = sizes.target_tokens
             target = _packing(tokens, sizes.padding)
             y = self._run(1, tokens, packing=target, encoded=y, encoded_packing=packing)
-        self.ledger.enter("loss", "head")
+        self.ledger.enter("loss", HEAD)
         if not sizes.vocab_size:
             return y
         labels = torch.empty(tokens, dtype=torch.int64)
@@ -200,31 +200,39 @@ class _SmallModel:
                 alive[f"{SIDES[side]} {way}"] = ledger.starts[f"{SIDES[side]} {way} {first}"]
         rest = {}
         for section, found in alive.items():
-            found = found.minus(held(section, stacks))
+            beside = _bytes(found) - held(section, stacks)
             # The ledger does not know what is kept.
-            transient = found.transient + found.activations + found.history
-            rest[section] = found._replace(transient=transient, activations=0, history=0)
+            beside[TRANSIENT] += beside[ACTIVATIONS] + beside[HISTORY]
+            beside[ACTIVATIONS] = beside[HISTORY] = 0
+            rest[section] = beside
         return Recording(layers, rest)
 
     def _layers(self, side: int) -> dict[str, LayerRecord]:
+        starts, highest, flops = self.ledger.starts, self.ledger.highest, self.ledger.flops
         found, parts = {}, range(self.sizes.parts(bool(side)))
         forward, backward = (f"{SIDES[side]} {way}" for way in ("forward", "backward"))
         for number, policy in list(enumerate(self.orders[side]))[1:-1]:
-            begins = self.ledger.starts[f"{forward} {number} 0"]
-            returns = self.ledger.starts[f"{backward} {number} {parts[-1]}"]
-            kept = self.ledger.starts[f"{forward} {number + 1} 0"].minus(begins)
-            saved = returns.minus(self.ledger.starts[f"{backward} {number - 1} {parts[-1]}"])
             up, down = ([f"{way} {number} {part}" for part in parts] for way in (forward, backward))
+            begins, returns = _bytes(starts[up[0]]), _bytes(starts[down[-1]])
+            kept = _bytes(starts[f"{forward} {number + 1} 0"]) - begins
+            saved = returns - _bytes(starts[f"{backward} {number - 1} {parts[-1]}"])
+            gradients, saved[GRADIENTS] = -int(saved[GRADIENTS]), 0
+            for change in (kept, saved):
+                change[ACTIVATIONS], change[TRANSIENT] = change[TRANSIENT].clone(), 0
             found[policy] = LayerRecord(
-                kept=kept._replace(activations=kept.transient, transient=0),
-                saved=saved._replace(activations=saved.transient, transient=0, gradients=0),
-                forward=tuple(self.ledger.highest[name].minus(begins) for name in up),
-                backward=tuple(self.ledger.highest[name].minus(returns) for name in down),
-                gradients=-saved.gradients,
-                forward_flops=sum(map(self.ledger.flops.__getitem__, up)),
-                backward_flops=sum(map(self.ledger.flops.__getitem__, down)),
+                kept=kept,
+                saved=saved,
+                forward=_bytes([highest[section] for section in up]) - begins,
+                backward=_bytes([highest[section] for section in down]) - returns,
+                gradients=gradients,
+                forward_flops=sum(flops[section] for section in up),
+                backward_flops=sum(flops[section] for section in down),
             )
         return found
+
+
+def _bytes(counted: Sequence) -> Tensor:
+    return torch.tensor(counted, device="cpu")
 
 
 @lru_cache(maxsize=256)
@@ -232,7 +240,7 @@ def _record(sizes: Sizes) -> Recording:
     with undisturbed(), SeenThrough():
         model = _SmallModel(sizes)
         model.step()
-        return model.recording()
+    return model.recording()
 
 
 @lru_cache(maxsize=1024)

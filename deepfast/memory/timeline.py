@@ -7,41 +7,38 @@ and the loss, come from a `recording`.
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from deepfast.memory.history import FP32
-from deepfast.memory.ledger import Moment
+from deepfast.memory.ledger import (
+    ACTIVATIONS,
+    CATEGORIES,
+    COPIES,
+    GRADIENTS,
+    HEAD,
+    HISTORY,
+    TRANSIENT,
+)
 from deepfast.memory.recording import SIDES, held, recording
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.stack import Stack
-
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "weight copies",
-    "history",
-    "activations",
-    "transient",
-    "head",
-    "allocator margin",
-)
-"""Rows of a plan's table."""
 
 MARGIN, CONTEXT = 0.04, 300 * 2**20
 """The share of memory that CUDA's allocator loses to fragmentation, and the bytes of CUDA's context
 and libraries."""
 
 
-def _moments(sizes: Sizes, stacks: Sequence[Stack]) -> list[Moment]:
-    """Every point of a step at which the peak can lie."""
+def _moments(sizes: Sizes, stacks: Sequence[Stack]) -> Tensor:
+    """(N, 6): every point of a step at which the peak can lie."""
     moments = []
     for section, rest in recording(sizes).rest.items():
-        alive = rest.plus(held(section, stacks))
+        alive = rest + held(section, stacks)
         side, _, way = section.partition(" ")
-        own = [Moment()]
         if side in SIDES and way in ("forward", "backward"):
-            own = getattr(stacks[SIDES.index(side)], way)()
-        moments += [alive.plus(moment) for moment in own]
-    return moments
+            alive = alive + getattr(stacks[SIDES.index(side)], way)()
+        moments.append(alive.view(-1, len(CATEGORIES)))
+    return torch.cat(moments)
 
 
 def peak_table(
@@ -54,18 +51,18 @@ def peak_table(
     ]
     count = local_parameters(sizes)
     moments = on_one_rank(sizes, _moments(sizes, stacks))
-    top = max(moments, key=lambda moment: moment.total)
+    top = moments[moments.sum(1).argmax()].tolist()
     # Where a layer has freed a part of what it saved, that part is missing among the rest.
-    missing = max(-top.transient, 0)
+    missing = max(-top[TRANSIENT], 0)
     table = {
         "parameters": FP32 * count,
-        "gradients": top.gradients,
+        "gradients": top[GRADIENTS],
         "optimizer": OPTIMIZERS[sizes.optimizer] * count,
-        "weight copies": top.copies,
-        "history": top.history,
-        "activations": top.activations - missing,
-        "transient": top.transient + missing,
-        "head": top.head,
+        "weight copies": top[COPIES],
+        "history": top[HISTORY],
+        "activations": top[ACTIVATIONS] - missing,
+        "transient": top[TRANSIENT] + missing,
+        "head": top[HEAD],
         "allocator margin": 0,
     }
     table["allocator margin"] = margin(sizes, sum(table.values()))
@@ -99,27 +96,24 @@ def gathered(sizes: Sizes) -> int:
     return sizes.bytes * (sum(layers) + max(layers) + rest) + FP32 * sum(connections)
 
 
-def on_one_rank(sizes: Sizes, moments: list[Moment]) -> list[Moment]:
-    """The moments of a step with what a rank has of gradients and weights."""
-    whole = FP32 * sizes.parameters
+def on_one_rank(sizes: Sizes, moments: Tensor) -> Tensor:
+    """The moments (N, 6) of a step with what a rank has of gradients and weights."""
+    moments, whole = moments.clone(), FP32 * sizes.parameters
+    gradients, copies = moments[:, GRADIENTS], moments[:, COPIES]
     if not sizes.sharded:
-        if sizes.ranks == 1 and sizes.accumulate == 1:
-            return moments
-        # The gradients of earlier micro-batches are alive while later ones run. DDP keeps its
-        # buckets of gradients from step to step, and the gradients until the buckets get their sum.
-        gradients = whole * (2 if sizes.ranks > 1 and sizes.accumulate > 1 else 1)
-        return [moment._replace(gradients=gradients) for moment in moments]
+        if sizes.ranks > 1 or sizes.accumulate > 1:
+            # The gradients of earlier micro-batches are alive while later ones run. DDP keeps its
+            # buckets of gradients from step to step, and the gradients until the buckets get their
+            # sum.
+            gradients[:] = whole * (2 if sizes.ranks > 1 and sizes.accumulate > 1 else 1)
+        return moments
     # A layer's gradients, and the buffer in fp32 from which they are reduced over the ranks.
     layer = max(sizes.layer_parameters(), sizes.layer_parameters(True) * bool(sizes.decoder_layers))
     reduced = (sizes.bytes + FP32) * layer
-    copies = gathered(sizes)
-    return [
-        moment._replace(
-            # Gradients are not reduced before the last micro-batch of a step.
-            gradients=(whole if sizes.accumulate > 1 else 0)
-            + (moment.gradients // sizes.ranks + reduced if moment.gradients else 0),
-            # Autocast finds the weights in its dtype.
-            copies=copies + (0 if sizes.bytes == 2 else moment.copies),
-        )
-        for moment in moments
-    ]
+    gradients[:] = gradients // sizes.ranks + reduced * (gradients > 0)
+    # Gradients are not reduced before the last micro-batch of a step.
+    gradients += whole if sizes.accumulate > 1 else 0
+    # Autocast finds the weights in its dtype.
+    copies *= sizes.bytes != 2
+    copies += gathered(sizes)
+    return moments

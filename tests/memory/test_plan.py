@@ -7,9 +7,8 @@ from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.plan import uniform_peak
 from deepfast.memory.recording import _record, recording
-from deepfast.memory.stack import Stack
 from deepfast.memory.table import advise, describe, lines
-from deepfast.memory.timeline import CATEGORIES, peak_table
+from deepfast.memory.timeline import peak_table
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
 MODEL = {"dim": 512, "tokens": 8192}
@@ -82,7 +81,8 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_more_of_anything_takes_more(kind):
-    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn", "vocab_size": 2000,
+    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn",
+            "vocab_size": 2000,
             "decoder_recompute": "ffn" if kind["decoder_layers"] else None}  # fmt: skip
     peak = plan(**base, **kind).peak
     larger = {"num_layers": 40, "dim": 512, "tokens": 4096, "ffn_dim": 2048, "vocab_size": 4000,
@@ -134,19 +134,12 @@ def test_given_policies_are_kept():
     )
 
 
-def test_the_peak_of_a_mix_is_looked_for_where_it_can_be(monkeypatch):
-    """Looking at every layer finds no higher point than looking at the ends of runs."""
-    sizes = plan(budget="1TiB", num_layers=45, dim=128, tokens=999, decoder_layers=0).sizes
-    mixes = [("none",) * 45, ("layer+input",) * 20 + ("ffn",) * 25,
-             ("layer",) * 3 + ("none",) * 30 + ("layer+input",) * 12]  # fmt: skip
-    few = [peak_table(sizes, policies, ()) for policies in mixes]
-    monkeypatch.setattr(Stack, "_ends", lambda *_: range(45))
-    assert [peak_table(sizes, policies, ()) for policies in mixes] == few
-
-
 def test_the_table_adds_up():
     found = plan(budget="24GiB", num_layers=30, **MODEL)
-    assert tuple(found.table) == CATEGORIES
+    assert tuple(found.table) == (
+        "parameters", "gradients", "optimizer", "weight copies", "history", "activations",
+        "transient", "head", "allocator margin",
+    )  # fmt: skip
     assert found.peak == sum(found.table.values())
     assert all(size >= 0 for size in found.table.values())
     assert found.table["parameters"] == 4 * found.sizes.parameters
