@@ -34,13 +34,6 @@ def _mix(sizes: Sizes, decoder: bool) -> float:
     return tokens * sizes.parts(decoder) * channels * sizes.dim * sources
 
 
-def layer_flops(sizes: Sizes, decoder: bool = False) -> float:
-    """FLOPs of a layer with the policy `none`: forward, backward and depth mixing."""
-    layer = recording(sizes).layers[decoder]["none"]
-    products = layer.forward_flops + layer.backward_flops
-    return products + 3.5 * _attentions(sizes, decoder) + 4 * _mix(sizes, decoder)
-
-
 def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
     """What one layer's backward recomputes under a policy."""
     layers = recording(sizes).layers[decoder]
@@ -54,11 +47,14 @@ def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
 
 def step_flops(sizes: Sizes) -> float:
     """A whole step with `none`: both stacks and the projection to the vocabulary."""
-    total = sizes.num_layers * layer_flops(sizes)
-    if sizes.decoder_layers:
-        total += sizes.decoder_layers * layer_flops(sizes, True)
     predicted = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
-    return total + 6 * predicted * sizes.dim * sizes.vocab_size
+    total = 6.0 * predicted * sizes.dim * sizes.vocab_size
+    for side, layers in enumerate(recording(sizes).layers):
+        decoder, layer = bool(side), layers["none"]
+        flops = layer.forward_flops + layer.backward_flops
+        flops += 3.5 * _attentions(sizes, decoder) + 4 * _mix(sizes, decoder)
+        total += sizes.layers(decoder) * flops
+    return total
 
 
 def relative_time(

@@ -1,6 +1,7 @@
 """A plan as values and as text."""
 
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from deepfast.memory.sizes import Sizes
 from deepfast.memory.units import format_bytes
@@ -81,15 +82,8 @@ def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
     """Policies as text, such as "12 layer+input, 18 ffn from the bottom; decoder none"."""
 
     def side(names: tuple[str, ...]) -> str:
-        runs: list[list] = []
-        for name in names:
-            if runs and runs[-1][1] == name:
-                runs[-1][0] += 1
-            else:
-                runs.append([1, name])
-        if len(runs) == 1:
-            return runs[0][1]
-        return ", ".join(f"{count} {name}" for count, name in runs) + " from the bottom"
+        runs = [f"{len(list(same))} {name}" for name, same in groupby(names)]
+        return names[0] if len(runs) == 1 else ", ".join(runs) + " from the bottom"
 
     return side(policies) + (f"; decoder {side(decoder)}" if decoder else "")
 
