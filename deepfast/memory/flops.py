@@ -51,7 +51,7 @@ def step_flops(sizes: Sizes) -> float:
     total = 6.0 * predicted * sizes.dim * sizes.vocab_size
     for side, layers in enumerate(recording(sizes).layers):
         decoder, layer = bool(side), layers["none"]
-        flops = layer.forward_flops + layer.backward_flops
+        flops: float = layer.forward_flops + layer.backward_flops
         flops += 3.5 * _attentions(sizes, decoder) + 4 * _mix(sizes, decoder)
         total += sizes.layers(decoder) * flops
     return total
