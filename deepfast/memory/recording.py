@@ -160,7 +160,13 @@ class _SmallModel:
         labels = torch.empty(tokens, dtype=torch.int64)
         chunk = chunk_rows(tokens, sizes.vocab_size, sizes.device)
         return linear_cross_entropy(
-            y, self.table, labels, label_smoothing=0.1, reduction="sum", chunk_size=chunk
+            y,
+            self.table,
+            labels,
+            label_smoothing=0.1,
+            reduction="sum",
+            chunk_size=chunk,
+            backend=sizes.backend,
         )
 
     def _run(self, side: int, tokens: int, **options: Any) -> Tensor:

@@ -135,6 +135,11 @@ class Sizes:
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
+    def backend(self) -> str | None:
+        """The backend whose launches do nothing on tensors without data, where it is there."""
+        return "cpu" if backends.compiled() else None
+
+    @property
     def sharded(self) -> bool:
         """Whether each rank has a share of the parameters."""
         return self.parallel == "fsdp" and self.ranks > 1
@@ -171,7 +176,7 @@ class Sizes:
             activation=self.activation, recompute=policies,
             dlcl={"weight_type": self.weight_type} if kind == "dlcl" else None,
             reads=self.reads if kind in ATTENTION_RESIDUALS else None,
-            backend="cpu" if backends.compiled() else None,
+            backend=self.backend,
         )  # fmt: skip
 
     def layer_parameters(self, decoder: bool = False) -> int:
