@@ -105,6 +105,7 @@ class _Boundary(torch.autograd.Function):
         # Autograd casts them to the dtypes of the norm's weight and bias.
         dnorm = (None, None) if given is None else push.dnorm
         push.norm = push.dx = push.dout = push.dbranch = push.dresidual = None
+        push.dnorm = None, None
         return None, dbranch, dbranch if shared else dresidual, *dnorm, None
 
 

@@ -242,8 +242,13 @@ class DepthConnection(nn.Module, abc.ABC):
             self._check_out_norm(out_norm, y.device)
         push.k = self._next_index(push.index, history)
         push.recomputed = push.k < len(history)
-        if out_norm is not None and self.norm == "post" and self.has_norm(push.k):
-            raise ValueError(f"{op}: a post-norm boundary has its own LN; out_norm must be None")
+        self._check_one_norm(out_norm, push.k)
+
+    def _check_one_norm(self, out_norm: OutNorm | None, k: int) -> None:
+        if out_norm is not None and self.norm == "post" and self.has_norm(k):
+            raise ValueError(
+                f"{self.name}: a post-norm boundary has its own LN; out_norm must be None"
+            )
 
     def _check_state(self, y: Tensor) -> None:
         """Checks the width, the dtype and the device of what is pushed."""

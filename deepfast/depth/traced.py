@@ -55,6 +55,7 @@ def traced(connection, push: Push, history: DepthHistory) -> Tensor | tuple[Tens
             "before its last push; compile with fullgraph=True to see where it breaks, or make "
             "the history with eager=True"
         )
+    connection._check_one_norm(push.out_norm, k)
     y, residual = common.cast_states(connection.state_dtype, push.branch, push.residual)
     norm = None
     if connection.has_norm(k):

@@ -37,8 +37,8 @@ def of_an_op():
 
 
 NODES = {
-    of_a_stack: "attention boundary boundary_parameters feed_forward masked_weight pack unpack",
-    of_attention_residuals: "scaled_query boundary",
+    of_a_stack: "attention boundary boundary_parameters feed_forward pack unpack",
+    of_attention_residuals: "boundary boundary_parameters",
     of_an_op: "layer_norm",
 }
 
