@@ -1,10 +1,11 @@
 """Compute again in backward what autograd would otherwise save.
 
-`Recomputation` is the one mechanism, by autograd's hooks on saved tensors. So it works for any
-module, hooks on modules, compiled layers and torch's attention, and gradients reach parameters as
-usual, as DDP and FSDP expect. `not_saved` recomputes one tensor, `rerun` all that a layer computes.
-Backward uses the values that forward used: a tensor that was modified in place since then, or a
-layer that has changed (`LayerState`), is an error.
+Both ways use autograd's hooks on saved tensors. So they work for any module, hooks on modules,
+compiled layers and torch's attention, and gradients reach parameters as usual, as DDP and FSDP
+expect. `not_saved` recomputes one tensor, `rerun` all that a layer computes. torch's checkpointing
+would leave reference cycles, which hold memory until the garbage collector runs. Backward uses the
+values that forward used: a tensor that was modified in place since then, or a layer that has
+changed (`LayerState`), is an error.
 """
 
 import contextlib
@@ -50,46 +51,6 @@ def kept(*tensors: Tensor | None) -> Callable[[], list[Tensor | None]]:
     return lambda: [None if one is None else one() for one in each]
 
 
-class Slot:
-    """A place in the graph for a tensor that was not saved. Backward fills it and empties it."""
-
-    __slots__ = ("__weakref__", "kind", "source", "value")
-    value: Tensor | None
-
-    def __init__(self, source: "Recomputation", tensor: Tensor):
-        self.source, self.value = source, None
-        self.kind = tensor.dtype, tuple(tensor.shape)
-
-
-class Recomputation:
-    """Tensors that autograd does not save. Backward computes all of them when it needs the first.
-
-    Args:
-        fill: (slots) -> None. It sets ``value`` of each slot. The slots stand in the order in which
-            autograd saved the tensors, None where the graph does not need one any more.
-    """
-
-    def __init__(self, fill: Callable[[list[Slot | None]], None]):
-        self.fill = fill
-        # Weak references: the graph holds the slots, and the slots hold this object.
-        self.slots: list[weakref.ref[Slot]] = []
-
-    def pack(self, tensor: Tensor) -> Slot:
-        slot = Slot(self, tensor)
-        self.slots.append(weakref.ref(slot))
-        return slot
-
-    def take(self, slot: Slot) -> Tensor:
-        if slot.value is None:
-            self.fill([slot() for slot in self.slots])
-        value, slot.value = slot.value, None
-        return value  # type: ignore[return-value]
-
-
-def _unpack(packed: Kept | Slot) -> Tensor:
-    return packed() if isinstance(packed, Kept) else packed.source.take(packed)
-
-
 def _without_grad(function: Callable, device: torch.device) -> Any:
     """Calls ``function`` without grad and autocast, whatever surrounds backward."""
     with torch.no_grad(), torch.autocast(common.autocast_device(device), enabled=False):
@@ -119,19 +80,15 @@ def not_saved(x: Tensor, linear: nn.Module) -> AbstractContextManager:
         return contextlib.nullcontext()
     function, device, storage = known[1], x.device, x.untyped_storage()._cdata
 
-    def fill(slots: list[Slot | None]) -> None:
-        value = _without_grad(function, device)
-        for slot in slots:
-            if slot is not None:
-                slot.value = value.view(slot.kind[1])
+    def pack(tensor: Tensor) -> Kept | torch.Size:
+        return tensor.shape if tensor.untyped_storage()._cdata == storage else Kept(tensor)
 
-    recomputation = Recomputation(fill)
+    def unpack(packed: Kept | torch.Size) -> Tensor:
+        if isinstance(packed, Kept):
+            return packed()
+        return _without_grad(function, device).view(packed)
 
-    def pack(tensor: Tensor) -> Kept | Slot:
-        is_x = tensor.untyped_storage()._cdata == storage
-        return recomputation.pack(tensor) if is_x else Kept(tensor)
-
-    return saved_tensors_hooks(pack, _unpack)
+    return saved_tensors_hooks(pack, unpack)
 
 
 # ---- a whole layer -------------------------------------------------------------------------------
@@ -139,6 +96,16 @@ def not_saved(x: Tensor, linear: nn.Module) -> AbstractContextManager:
 
 class _AllSaved(BaseException):
     """The layer has computed again every tensor that backward needs."""
+
+
+class _Slot:
+    """A place in the graph for a tensor that was not saved. Backward fills it and empties it."""
+
+    __slots__ = ("__weakref__", "kind", "value")
+
+    def __init__(self, tensor: Tensor):
+        self.kind = tensor.dtype, tuple(tensor.shape)
+        self.value: Tensor | None = None
 
 
 def rerun(
@@ -169,13 +136,26 @@ def rerun(
     needs = [t is not None and t.requires_grad for t in inputs]
     inputs_again = recompute_inputs or kept(*inputs)
     state, as_in_forward = LayerState(layer, options), _surroundings(device)
+    # Weak references: the graph holds the slots, and hooks that it holds have this list.
+    slots: list[weakref.ref[_Slot]] = []
 
-    def fill(slots: list[Slot | None]) -> None:
+    def pack(tensor: Tensor) -> _Slot:
+        slot = _Slot(tensor)
+        slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(slot: _Slot) -> Tensor:
+        if slot.value is None:
+            run_again()
+        value, slot.value = slot.value, None
+        return value  # type: ignore[return-value]
+
+    def run_again() -> None:
         count = 0
 
-        def pack(tensor: Tensor) -> None:
+        def fill(tensor: Tensor) -> None:
             nonlocal count
-            slot, count = slots[count], count + 1
+            slot, count = slots[count](), count + 1
             if slot is not None:
                 kind = tensor.dtype, tuple(tensor.shape)
                 if slot.kind != kind:
@@ -192,7 +172,7 @@ def rerun(
         for tensor, need in zip(again, needs, strict=True):
             if tensor is not None:
                 tensor.requires_grad_(need)
-        hooks = saved_tensors_hooks(_untraced(pack), lambda _: None)
+        hooks = saved_tensors_hooks(_untraced(fill), lambda _: None)
         with as_in_forward(), hooks, contextlib.suppress(_AllSaved):
             call(*again)
         if count < len(slots):
@@ -201,8 +181,7 @@ def rerun(
                 f"save {len(slots)} tensors, got {count}"
             )
 
-    recomputation = Recomputation(fill)
-    with saved_tensors_hooks(_untraced(recomputation.pack), _untraced(_unpack)):
+    with saved_tensors_hooks(_untraced(pack), _untraced(unpack)):
         result = call(*inputs)
     state.forget_results()
     return result
