@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from deepfast import checks
+from deepfast.attach.sublayers import OP
 from deepfast.depth.attention_residuals import AttentionResiduals
 
-OP = "deepfast.connect"
 KINDS = ("gated", "one")
 
 

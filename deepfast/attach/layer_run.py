@@ -83,10 +83,7 @@ class LayerRun:
             raise self._error(text, number)
         row = self.run.settings.reads * self.k + number
         if number == 0:
-            place = [
-                (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in (self.row, given) if eager
-            ]
-            if self.task is None and place[1:] != place[:1]:
+            if eager and self.task is None and _layout(self.row) != _layout(given):
                 raise RuntimeError(
                     f"{self.run.named(self.k)} changes its input before its first norm; reads of "
                     "sublayers need layers that give their input to the norm"

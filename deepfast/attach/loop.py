@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from deepfast.attach.layer_run import LayerRun, Read, Take
 from deepfast.attach.passes import NAME, Pass, Settings, version
@@ -63,13 +62,11 @@ def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -
             f"{this} takes a cache ({caches[0]}), and would fill it twice under this recompute "
             "policy; pass use_cache=False, or connect with recompute='none'"
         )
-    if not again:
-        result, y, v = once(x)
-    elif eager:
-        inputs = run.input_again(x)
-        result, y, v = rerun(layer, once, (x,), lambda: (inputs(),), options)
+    if again:
+        inputs = run.input_again(x) if eager else None
+        result, y, v = rerun(layer, once, (x,), inputs and (lambda: (inputs(),)), options)
     else:
-        result, y, v = checkpoint(once, x, use_reentrant=False)
+        result, y, v = once(x)
     if (settings.subtracts or again) and version(x) != before:
         raise RuntimeError(
             f"{this} modifies its input in place; attention residuals need layers that do not, and "
