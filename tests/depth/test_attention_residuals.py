@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.nn import AttentionResiduals, DepthHistory
-from tests.depth.stack import DIM, Stack, assert_close, compare
+from tests.depth.stack import DIM, Stack, assert_close
 from tests.nn.written_out import attention_row
 
 LAYERS = 5
@@ -54,25 +54,6 @@ def assert_equation(m, v, block):
     assert_close(got, expected)
     seeds, leaves = [torch.randn_like(x) for x in got], [*v, *m.parameters()]
     assert_close(*(torch.autograd.grad(xs, leaves, seeds) for xs in (got, expected)))
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_agrees_in_a_chain(tolerances, form, backend):
-    compare(tolerances, Stack("attnres", 11, 33, backend=backend, **form), tokens=9, block=4)
-
-
-@pytest.mark.parametrize("block", [None, 2])
-def test_half_precision(block, tolerances):
-    m = learned(block)
-    v = list(torch.randn(LAYERS + 1, 9, DIM).bfloat16())
-    got = rows(m, v)
-    m.double()
-    exact = [attention_row(m, [x.double() for x in v], row) for row in range(LAYERS + 1)]
-    m.bfloat16()
-    plain = [attention_row(m, v, row) for row in range(LAYERS + 1)]
-    for row, (a, p, e) in enumerate(zip(got, plain, exact, strict=True)):
-        assert a.dtype == torch.bfloat16
-        tolerances.assert_accurate(a, p, e, torch.bfloat16, f"row {row}")
 
 
 def test_queries_begin_at_zero():

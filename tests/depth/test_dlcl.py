@@ -12,7 +12,6 @@ from tests.depth.stack import (
     WEIGHTS,
     Stack,
     applied_weight,
-    assert_close,
     assert_rounded_once,
     compare,
     form,
@@ -96,6 +95,9 @@ def test_the_specification(norm, weight, options):
     m = DLCL(7, 17, **form(norm, weight, 17) | options).double()
     plain, states = Stack("dlcl", 7, 17).double(), []
     plain.depth = m
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(0.1 * torch.randn_like(p))
     w, rows = applied_weight(m, m.weight), plain.plain()
     for row in range(8):
         y = torch.randn(3, 17, dtype=torch.float64)
@@ -111,17 +113,6 @@ def test_agrees_over_many_tokens(tolerances):
     """Kernels take tokens in chunks, each with its own partial sums."""
     for norm, weight in FORMS:
         compare(tolerances, Stack("dlcl", 7, 37, **form(norm, weight, 37)), tokens=333, block=3)
-
-
-@pytest.mark.parametrize("block", [1, 3, 8])
-@pytest.mark.parametrize(("norm", "weight"), FORMS)
-def test_gradients_in_place_are_the_same_bits(backend, norm, weight, block):
-    stack = Stack("dlcl", 14, 17, backend=backend, **form(norm, weight, 17))
-    y, dout = torch.randn(2, 3, 17)
-    one, two = (
-        results(stack, DepthHistory(block=block, inplace=i), y, dout) for i in (True, False)
-    )
-    assert all(torch.equal(one[name], two[name]) for name in two)
 
 
 # Cases of post-norm where nothing can be compared are left out. A large embedding hides all other
@@ -145,19 +136,6 @@ def test_agrees_on_extreme_values(tolerances, backend, norm, kind):
     compare(tolerances, stack, y=VALUES[kind](torch.randn(60, 65)), block=2)
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("block", [1, 3, None])
-def test_identity_equals_the_plain_stack(backend, weight, block):
-    options = form(None, weight, 17) | {"init": "identity", "learnable": False}
-    stack, y = Stack("dlcl", 9, 17, backend=backend, **options), leaf(3, 17)
-    x, plain = stack(y, DepthHistory(block=block)), y
-    for k in range(9):
-        plain = stack.layer(k, plain)
-    assert torch.equal(x, plain)
-    got, want = (torch.autograd.grad(o.square().sum(), (y, stack.scales)) for o in (x, plain))
-    assert_close(got, want)
-
-
 @pytest.mark.parametrize("softmax", [False, True])
 def test_init(softmax):
     row = torch.arange(1.0, 6).view(-1, 1)
@@ -179,17 +157,3 @@ def test_the_weights_themselves():
     with torch.no_grad():
         dlcl.weight.copy_(torch.arange(3.0).expand(3, 3, 3))
     assert dlcl.effective_weight()[2, 1].tolist() == [0, 1, 2, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize(("weight", "extra"), [("scalar", ()), ("group", (5,)), ("vector", (6,))])
-def test_parameters(weight, extra):
-    dlcl = DLCL(4, 6, **form("pre", weight, 6))
-    assert dlcl.weight.shape == (5, 5, *extra)
-    assert dlcl.norm_weight.shape == dlcl.norm_bias.shape == (5, 6)
-    assert DLCL(4, 6, norm=None).norm_weight is None
-    assert DLCL(4, 6, norm_type="rms").norm_bias is None
-    other = DLCL(4, 6, init="one", **form("pre", weight, 6))
-    other.load_state_dict(dlcl.state_dict())
-    assert all(
-        torch.equal(p, q) for p, q in zip(dlcl.parameters(), other.parameters(), strict=True)
-    )

@@ -29,11 +29,6 @@ LMS = [
 LEFT = ("GemmaRMSNorm", "Gemma2RMSNorm", "OlmoLayerNorm")
 
 
-def patched(model):
-    deepfast.patch(model)
-    return model
-
-
 def swapped(model):
     return [type(m).__name__ for m in model.modules() if isinstance(m, Swapped)]
 

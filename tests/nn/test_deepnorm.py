@@ -36,22 +36,6 @@ def test_is_the_formula(kind, layers, options, alpha):
     assert_same(stack(x, *encoded), want, stack, [x, *encoded])
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers", "options", "alpha", "beta"),
-    [
-        (TransformerEncoder, 18, {"decoder_layers": 6}, 1.866111538930392, 0.377630160522943),
-        (TransformerDecoder, 6, {}, 2.0597671439071177, 0.34329452398451965),
-        (TransformerEncoder, 18, {}, 2.449489742783178, 0.28867513459481287),
-    ],
-)
-def test_factors_of_a_public_implementation(kind, layers, options, alpha, beta):
-    """Of `get_deepnorm_coefficients` in facebookresearch/xformers."""
-    stack = kind(layers, D, H, FFN, connection="residual", norm="deepnorm", **options)
-    scales = stack._scales("residual", "layer", layers, *options.values() or (None,))
-    assert scales == pytest.approx((alpha, beta), rel=1e-14)
-    assert stack.alpha == pytest.approx(alpha, rel=1e-14)
-
-
 @pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
 def test_depth_init(kind, parts):
     """Only the output projections begin smaller."""
