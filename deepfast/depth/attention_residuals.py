@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.buffers import total_bytes
 from deepfast.depth.connection import DepthConnection
-from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.depth_pass import DepthPass, Launches
 from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.dtypes import compute_dtype
 from deepfast.ops import common
@@ -27,7 +27,7 @@ class AttentionPass(DepthPass):
     """
 
     op, states_per_pull = "attention_boundary", 16
-    launches = (
+    launches = Launches(
         "attention_boundary_forward",
         "attention_boundary_backward",
         "attend_rows",

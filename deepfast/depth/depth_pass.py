@@ -6,7 +6,7 @@ Nothing here knows autograd. Its nodes, in boundary.py, call the methods of `Dep
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ OVERWRITTEN = (
 )
 
 
+class Launches(NamedTuple):
+    """The names of a pass's launches; `deepfast.launches` lists their operands."""
+
+    forward: str
+    """Of a boundary."""
+    backward: str
+    mix: str
+    """Over earlier states, for the partial sums of a block."""
+    pull: str
+    """Over the gradients of later rows, for the sums that the states of a block pull."""
+
+
 class DepthPass(abc.ABC):
     """The buffers of one forward pass of a connection, and of its backward.
 
@@ -43,9 +55,7 @@ class DepthPass(abc.ABC):
 
     op: str
     """The op of its launches in `deepfast.backend`."""
-    launches: tuple[str, str, str, str]
-    """Their names: boundary forward and backward, and the passes over earlier states and over the
-    gradients of later rows. `deepfast.launches` lists their operands."""
+    launches: Launches
     states_per_pull = 8
     """States for which a launch on a GPU reads the far gradients."""
 
@@ -163,7 +173,7 @@ class DepthPass(abc.ABC):
                 push.residual = before if push.residual is None else push.residual + before
         partial, norm = self.partial(k), push.norm or NO_NORM
         mean, rstd = self._statistics(push)
-        getattr(self.launch, self.launches[0])(
+        getattr(self.launch, self.launches.forward)(
             branch=push.branch,
             residual=push.residual,
             dropout_p=push.dropout_p,
@@ -229,7 +239,7 @@ class DepthPass(abc.ABC):
             for far, sums in partial_sums.compute(
                 block, self.schedule.block, passes, self.states[0]
             ):
-                getattr(self.launch, self.launches[2])(
+                getattr(self.launch, self.launches.mix)(
                     states=self.states,
                     sources=far.sources,
                     rows=far.targets,
@@ -302,7 +312,8 @@ class DepthPass(abc.ABC):
             block, size = range(start, k + 1), self.schedule.block
             passes = self.schedule.far_readers(start, k + 1, range(end, self.top + 1))
             for far, sums in pulled_sums.compute(block, size, passes, self.states[0]):
-                getattr(self.launch, self.launches[3])(
+                # The launch calls the states, whose sums it writes, its sources.
+                getattr(self.launch, self.launches.pull)(
                     grads=self.grads,
                     grad_slots=[row + self.inplace for row in far.sources],
                     rows=far.sources,
@@ -326,7 +337,7 @@ class DepthPass(abc.ABC):
         readers = self.schedule.near_readers(k, self.top)
         norm = push.norm or NO_NORM
         mean, rstd = self._statistics(push)
-        getattr(self.launch, self.launches[1])(
+        getattr(self.launch, self.launches.backward)(
             states=self.states,
             k=k,
             near=self.schedule.near[k],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepfast import checks, ops
 from deepfast.depth.buffers import numbers_of_rows
 from deepfast.depth.connection import DepthConnection, part
-from deepfast.depth.depth_pass import DepthPass
+from deepfast.depth.depth_pass import DepthPass, Launches
 from deepfast.depth.push import OutNorm
 from deepfast.depth.schedule import Pattern, depth_pattern
 from deepfast.ops.depth_mix import depth_mix_sums
@@ -25,7 +25,7 @@ class ConstantPass(DepthPass):
     """
 
     op = "boundary"
-    launches = "boundary_forward", "boundary_backward", "mix_rows", "pull_rows"
+    launches = Launches("boundary_forward", "boundary_backward", "mix_rows", "pull_rows")
 
     def begin(self, tokens: int) -> None:
         owner = self.owner
