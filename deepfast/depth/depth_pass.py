@@ -194,7 +194,8 @@ class DepthPass(abc.ABC):
         )
 
     def _open(self, push: Push) -> None:
-        """Makes room for the states, with the first push."""
+        """Makes room for the states with the first push, and refuses one after a backward pass
+        that has overwritten states."""
         if self.released or self._overwritten <= self.rows:
             raise RuntimeError(
                 "DepthHistory: a backward pass has overwritten states, so no further state can be "

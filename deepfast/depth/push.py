@@ -25,7 +25,7 @@ class Push:
     dropout(branch)`` becomes state k, and row k and the norm behind it are computed.
 
     Tensors are (T, D) once the push is in a pass. The push has them only while it runs, because
-    autograd keeps it until backward.
+    autograd keeps it until backward; ``seed`` and ``out_norm`` stay.
     """
 
     branch: Any

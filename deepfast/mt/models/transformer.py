@@ -200,16 +200,12 @@ class Transformer(PackedModel):
 
     def parts(self) -> Mapping[str, Part]:
         """The layers of both sides, and the matrices of the vocabulary."""
-        words = {
-            "embedding": self.embedding,
-            "target_embedding": self.target_embedding,
-            "output": self.output,
-        }
-        layers: dict[str, Part] = {
-            "encoder": [*self.encoder.layers],
-            "decoder": [*self.decoder.layers],
-        }
-        return layers | {name: module for name, module in words.items() if module is not None}
+        encoder: Part = [*self.encoder.layers]
+        decoder: Part = [*self.decoder.layers]
+        layers = {"encoder": encoder, "decoder": decoder}
+        words = ("embedding", "target_embedding", "output")
+        modules = {name: getattr(self, name) for name in words}
+        return layers | {name: module for name, module in modules.items() if module is not None}
 
     @property
     def _latent(self) -> dict[str, LatentDepth]:
