@@ -108,10 +108,9 @@ def version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
-def row_again(state: Any, row: int, shape: torch.Size) -> Tensor:
-    """Row ``row``, computed again from the states; ``state`` is that of a `DepthHistory`."""
-    x, normed = recompute_row(state, row, None)
-    return (x if normed is None else normed).view(shape)
+def row_again(depth_pass: Any, row: int, shape: torch.Size) -> Tensor:
+    """Row ``row``, computed again from the states of ``depth_pass``."""
+    return recompute_row(depth_pass, row, None)[0].view(shape)
 
 
 class Pass:
@@ -214,9 +213,9 @@ class Pass:
         if number != row:
             # Backward runs the layer again. Checkpointing counts what autograd saves, so this row
             # must need a gradient as the first one did.
-            state: Any = self.history.depth_pass
-            x = row_again(state, row, h.shape)
-            x.requires_grad_(state.any_learns or row > state.lowest)
+            depth_pass: Any = self.history.depth_pass
+            x = row_again(depth_pass, row, h.shape)
+            x.requires_grad_(depth_pass.any_learns or row > depth_pass.lowest)
         return self.connection.add(h, x, row)
 
     def is_newest(self, x: Tensor) -> bool:

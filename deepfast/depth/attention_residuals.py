@@ -39,13 +39,12 @@ class AttentionPass(DepthPass):
         self.kind, self.eps = self.owner.score_function, self.owner.eps
         self.dquery: Tensor | None = None
         self.dbias: Tensor | None = None
-        self.source_rstd: Tensor | None = self.query.new_empty(self.rows, tokens)
-        """(L+1, T): r_k."""
         self.scores = {
             "query": self.query,
             "bias": self.bias,
             "kind": self.kind,
-            "source_rstd": self.source_rstd,
+            # (L+1, T): r_k.
+            "source_rstd": self.query.new_empty(self.rows, tokens),
         }
         self.stats: Tensor | None = None
         """(L+1, 3, T): of each row the largest score, sum exp(score - largest), and <g, x>."""
@@ -56,12 +55,11 @@ class AttentionPass(DepthPass):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + total_bytes(self.source_rstd, self.stats, self.far_stats)
+        return super().nbytes + total_bytes(self.scores["source_rstd"], self.stats, self.far_stats)
 
     def release(self) -> None:
         super().release()
-        self.source_rstd = self.stats = self.far_stats = None
-        self.scores["source_rstd"] = None
+        self.stats = self.far_stats = self.scores["source_rstd"] = None
 
     def partial(self, row: int) -> Tensor | None:
         start, _ = self.schedule.blocks[row]
@@ -180,11 +178,11 @@ class AttentionResiduals(DepthConnection):
             raise ValueError(f"{self.name}: expected block or window, got both")
         rows = reads * num_layers + 1
         if block is None:
-            pattern, running = depth_pattern(rows, window, 1, 1), None
+            pattern, continues = depth_pattern(rows, window, 1, 1), None
         else:
-            pattern, running = block_pattern(rows, reads * block)
+            pattern, continues = block_pattern(rows, reads * block)
         super().__init__(
-            num_layers, dim, pattern, running=running, norm=None, state_dtype=state_dtype,
+            num_layers, dim, pattern, continues=continues, norm=None, state_dtype=state_dtype,
             eps=eps, backend=backend,
         )  # fmt: skip
         self.reads, self.block, self.window = reads, block, window
@@ -230,9 +228,9 @@ class AttentionResiduals(DepthConnection):
         if not pushed[0].numel():
             raise ValueError(f"{self.name}: pushed must have tokens, got {tuple(pushed[0].shape)}")
         states: list[Tensor] = []
-        for y, running in zip(pushed, self.running, strict=True):
+        for y, continues in zip(pushed, self.continues, strict=True):
             v = y.reshape(-1, self.dim).to(compute_dtype(y.dtype))
-            states.append(v + states[-1] if running else v)
+            states.append(v + states[-1] if continues else v)
         query, means = self.effective_query(), states[0].new_zeros(self.rows, self.rows)
         for row, reads in enumerate(self.pattern):
             s = torch.stack([self._score(states[k], query, row, k) for k in reads], -1)

@@ -142,8 +142,9 @@ def boundary(push: Push, history: DepthHistory) -> tuple[Tensor | None, Tensor |
 @torch.no_grad()
 def recompute_row(
     depth_pass: DepthPass, k: int, out_norm: OutNorm | None, return_x: bool = True
-) -> tuple[Tensor | None, Tensor | None]:
-    """Recomputes (x, out) of boundary k, (T, D), from the states up to k, bit for bit as forward.
+) -> tuple[Tensor, Tensor | None]:
+    """Recomputes the results of boundary k, (T, D), from the states up to k, bit for bit as
+    forward: the layer's input, which is x or its norm, and the norm of x beside it or None.
 
     The first call for a block computes the partial sums of all its rows. Backward goes through the
     rows from the top down, so it reads each state as often as forward did.
@@ -157,7 +158,7 @@ def recompute_row(
     if norm is not None:
         push.out = like.new_empty(like.shape)
     depth_pass.forward(push)
-    return push.x, push.out
+    return (push.out, None) if push.x is None else (push.x, push.out)
 
 
 def nearest_passes(node: torch.autograd.graph.Node | None, owner: object) -> set[DepthPass]:

@@ -38,7 +38,7 @@ class DepthConnection(nn.Module, abc.ABC):
         num_layers: L.
         dim: D.
         pattern: pattern[l] has the states that row l reads, in ascending order.
-        running: running[k]: whether state k is what is pushed plus state k - 1.
+        continues: continues[k]: whether state k is what is pushed plus state k - 1.
         norm: "pre": states have layer-norms; "post": rows have; None.
         state_dtype: what states are under autocast: torch.float32, or None for its dtype.
         eps: added to the variance in these layer-norms.
@@ -63,7 +63,7 @@ class DepthConnection(nn.Module, abc.ABC):
         dim: int,
         pattern: Pattern,
         *,
-        running: tuple[bool, ...] | None = None,
+        continues: tuple[bool, ...] | None = None,
         norm: str | None,
         state_dtype: torch.dtype | None,
         eps: float,
@@ -72,7 +72,7 @@ class DepthConnection(nn.Module, abc.ABC):
         super().__init__()
         checks.choice(self.name, (torch.float32, None), state_dtype=state_dtype)
         self.num_layers, self.dim, self.pattern, self.rows = num_layers, dim, pattern, len(pattern)
-        self.running = running or (False,) * self.rows
+        self.continues = continues or (False,) * self.rows
         self.norm, self.state_dtype, self.eps, self.backend = norm, state_dtype, eps, backend
         # Computed on first use and shared by all passes.
         self._schedules: dict[int, Schedule] = {}
@@ -203,17 +203,21 @@ class DepthConnection(nn.Module, abc.ABC):
         _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
     )
 
-    def _begin(self, push: Push, history: DepthHistory) -> None:
-        """Begins the pass with its first push. The whole pass uses the parameters read here."""
-        pass_kind, device = self.pass_kind, push.branch.device
-        block = history.block or default_block(self.rows, device.type, pass_kind.states_per_pull)
+    def schedule(self, block: int | None, device_type: str) -> Schedule:
+        """Which state each row reads when, for the ``block`` of a `DepthHistory`."""
+        block = block or default_block(self.rows, device_type, self.pass_kind.states_per_pull)
         if block not in self._schedules:
             self._schedules[block] = Schedule(self.pattern, block)
+        return self._schedules[block]
+
+    def _begin(self, push: Push, history: DepthHistory) -> None:
+        """Begins the pass with its first push. The whole pass uses the parameters read here."""
+        schedule = self.schedule(history.block, push.branch.device.type)
         # Here autograd saves copies, by hooks of this block: a parameter may change before
         # backward, and checkpointing must not count tensors that a recomputed push does not save.
         with saved_tensors_hooks(torch.clone, lambda copy: copy):
             parameters = history.parameters or self.pass_parameters()
-        depth_pass = pass_kind(self, push, self._schedules[block], history.inplace, parameters)
+        depth_pass = self.pass_kind(self, push, schedule, history.inplace, parameters)
         history.owner, history.depth_pass = self, depth_pass
         if depth_pass.any_learns:
             history.token = ParameterGradients.apply(depth_pass, *parameters)

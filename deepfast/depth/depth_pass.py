@@ -84,7 +84,7 @@ class DepthPass(abc.ABC):
         name, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, y.shape[-1])
         if name != "cpu" and torch._guards.TracingContext.try_get():
             self.launch = graph_launches(self.op, owner.backend)
-        self.rows, self.running = schedule.rows, owner.running
+        self.rows, self.continues = schedule.rows, owner.continues
         self.pushed = 0
         self.states: Tensor | None = None
         # The statistics of the norms behind rows.
@@ -168,7 +168,7 @@ class DepthPass(abc.ABC):
             if self.states is None or self.task is not None:
                 self._open(push)
             self.pushed = k + 1
-            if self.running[k]:
+            if self.continues[k]:
                 before = self.states[k - 1]
                 push.residual = before if push.residual is None else push.residual + before
         partial, norm = self.partial(k), push.norm or NO_NORM
@@ -331,8 +331,8 @@ class DepthPass(abc.ABC):
         pulled, self._carried = self._far_pull(k), None
         if carried is not None:
             pulled = carried.to(self.like.dtype) if pulled is None else pulled.add_(carried)
-        running, dresidual = self.running[k], push.dresidual
-        if running:
+        dresidual = push.dresidual
+        if self.continues[k]:
             # A tensor of its own, because callers may modify the gradients that they get.
             dresidual = self._carried = torch.empty_like(self.states[k])
         readers = self.schedule.near_readers(k, self.top)
@@ -362,7 +362,7 @@ class DepthPass(abc.ABC):
             dout_norm_bias=push.dnorm[1],
             **self.backward_weights(k, push.dout),
         )
-        if running and push.dresidual is not None:
+        if self.continues[k] and push.dresidual is not None:
             push.dresidual.copy_(dresidual)
         if self.inplace:
             # This boundary was the last to read state k: its slot is free for g_{k-1}.

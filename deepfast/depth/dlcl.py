@@ -274,7 +274,7 @@ class DLCL(DepthConnection):
 
     def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
         # The sums have the dtype of the states, and in fp16 some could pass its largest number.
-        if self.extra or states[0].dtype == torch.float16:
+        if weights.dim() > 2 or states[0].dtype == torch.float16:
             return None
         weight = weights[rows.start : rows.stop, numbers].T
         return [(depth_mix_sums(states, weight, self.backend), -2)]

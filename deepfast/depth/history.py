@@ -11,8 +11,8 @@ from deepfast import checks
 from deepfast.depth.depth_pass import DepthPass
 
 SEVERAL = -1
-"""An exported program, which may go to runtimes that do not have the launches, or a graph that may
-break, so that the rest of a pass is in another."""
+"""The number of a pass that cannot be launches in one graph: a compiled function may break into
+several graphs, and an exported program may go to a runtime that does not have the launches."""
 
 _numbers = itertools.count(1)
 
@@ -90,6 +90,7 @@ class DepthHistory:
         # the last push, the states as they are mixed; None each, where the graph holds the pass.
         self.parameters: tuple[Tensor | None, ...] = ()
         self.traced: list[Tensor | None] = []
+        # The partial sums of the block of rows that the traced pass is in.
         self.far: Any = None
         self.closed = False
 

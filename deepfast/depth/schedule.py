@@ -90,7 +90,7 @@ def block_cost(rows: int, block: int, states_per_pull: int) -> float:
     return cost
 
 
-def near_rows(block: int, k: int, rows: int) -> tuple[int, int]:
+def block_of(block: int, k: int, rows: int) -> tuple[int, int]:
     """The block [s, e) that row or state k belongs to."""
     start = block * (k // block)
     return start, min(start + block, rows)
@@ -127,7 +127,7 @@ class Schedule:
     def __init__(self, pattern: Pattern, block: int):
         self.rows, self.block = len(pattern), block
         self.reads = tuple(frozenset(reads) for reads in pattern)
-        self.blocks = tuple(near_rows(block, row, self.rows) for row in range(self.rows))
+        self.blocks = tuple(block_of(block, row, self.rows) for row in range(self.rows))
         """For every row, the block [s, e) that it belongs to."""
         self.near = tuple(
             [k for k in reads if k >= start]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepfast.depth.history import DepthHistory, graph_number
 from deepfast.depth.push import OutNorm, Push
-from deepfast.depth.schedule import default_block
+from deepfast.depth.schedule import one_for_all
 from deepfast.ops import common
 from deepfast.ops.add_dropout import add_dropout
 from deepfast.ops.layer_norm import normalise
@@ -62,7 +62,7 @@ def traced(connection, push: Push, history: DepthHistory) -> Tensor | tuple[Tens
         norm_weight, norm_bias = connection.norms()
         bias = None if norm_bias is None else norm_bias[k]
         norm = OutNorm(norm_weight[k], bias, connection.eps, connection.norm_type == "rms")
-    if connection.running[k]:
+    if connection.continues[k]:
         before = history.traced[k - 1]
         residual = before if residual is None else residual + before
     p = push.dropout_p if connection.training else 0.0
@@ -89,21 +89,20 @@ def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
 def _mixed(connection, history, k: int) -> Tensor:
     """Row k, from its partial sum, where its block has some, and the states of the block."""
     states, weights = history.traced, history.parameters[0]
-    per_pull, device = connection.pass_kind.states_per_pull, states[k].device
-    block = history.block or default_block(connection.rows, device.type, per_pull)
-    start = k - k % block
-    rows = range(start, min(start + block, connection.rows))
+    schedule = connection.schedule(history.block, states[k].device.type)
+    start, end = schedule.blocks[k]
     if k == start:
-        older = [[j for j in connection.pattern[row] if j < start] for row in rows]
-        shared = bool(older[0]) and all(each == older[0] for each in older)
+        passes = schedule.far_reads(start, end)
         history.far = None
-        if shared:
-            sources = [states[j] for j in older[0]]
-            history.far = connection.traced_far(sources, older[0], rows, weights)
-    far = history.far
-    near = [j for j in connection.pattern[k] if far is None or j >= start]
-    partial = None if far is None else [x.select(axis, k - start) for x, axis in far]
-    return connection.traced_row([states[j] for j in near], near, k, weights, partial)
+        if one_for_all(passes, end - start):
+            numbers, rows = passes[0].sources, range(start, end)
+            sources = [states[j] for j in numbers]
+            history.far = connection.traced_far(sources, numbers, rows, weights)
+    if history.far is None:
+        numbers, partial = connection.pattern[k], None
+    else:
+        numbers, partial = schedule.near[k], [x.select(axis, k - start) for x, axis in history.far]
+    return connection.traced_row([states[j] for j in numbers], numbers, k, weights, partial)
 
 
 # ---- in one graph --------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class AttentionForm:
         self.row = 0
 
     def __call__(self, v: Tensor) -> Tensor:
-        if self.residuals.running[self.row]:
+        if self.residuals.continues[self.row]:
             self.values[-1] = self.values[-1] + v
         else:
             self.values.append(v)

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from deepfast.depth.schedule import (
     FarPass,
     Schedule,
+    block_of,
     default_block,
     depth_pattern,
-    near_rows,
     one_for_all,
 )
 
@@ -66,7 +66,7 @@ def _mixes(schedule: Schedule) -> int:
 
 def engine_moved(
     pattern: tuple[tuple[int, ...], ...],
-    running: tuple[bool, ...] | None = None,
+    continues: tuple[bool, ...] | None = None,
     block: int | None = None,
     device_type: str = "cpu",
 ) -> int:
@@ -76,7 +76,7 @@ def engine_moved(
 
     Args:
         pattern: pattern[l]: the states that row l reads, its own among them.
-        running: running[k]: whether state k is what is pushed plus state k - 1; None: no state is.
+        continues: continues[k]: whether state k contains state k - 1; None: no state does.
         block: rows per block; None for the default on a device of ``device_type``.
     """
     rows = len(pattern)
@@ -93,7 +93,7 @@ def engine_moved(
         # Later gradients of the block, the far part, state k; dx in, g into its slot, dy out.
         total += sum(k in schedule.reads[row] for row in range(k + 1, end))
         total += bool(far[k]) + 1 + 3
-        if running is not None and running[k]:
+        if continues is not None and continues[k]:
             # State k - 1, in forward. Its gradient from state k, written, then read or, where that
             # state has a far part, added to it.
             total += 2 + (3 if far[k - 1] else 1)
@@ -114,7 +114,7 @@ def forward_reads(depth: int) -> dict[str, float]:
     block = default_block(rows)
     reads = 0
     for k in range(rows):
-        start, _ = near_rows(block, k, rows)
+        start, _ = block_of(block, k, rows)
         reads += (start if k == start else 0) + (k - start + 1)
     return {
         "block": block,

@@ -68,8 +68,8 @@ def test_mean_weights(form):
     v = [x[0, :1] for x in values(m)]
     means = m.mean_weights(v)
     states = []
-    for x, running in zip(v, m.running, strict=True):
-        states.append(x + states[-1] if running else x)
+    for x, continues in zip(v, m.continues, strict=True):
+        states.append(x + states[-1] if continues else x)
     for row, x in enumerate(rows(m, v)):
         torch.testing.assert_close(x, (means[row].unsqueeze(-1) * torch.cat(states)).sum(0, True))
         assert not means[row, row + 1 :].any()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepfast.depth.schedule import block_cost, default_block, depth_pattern, near_rows
+from deepfast.depth.schedule import block_cost, block_of, default_block, depth_pattern
 from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, DepthHistory
 
@@ -28,9 +28,9 @@ def test_a_gpus_block_moves_the_fewest_states(monkeypatch):
         assert [default_block(n, "cuda", pulled) for n in (8, 13, 25, 49, 97)] == chosen
 
 
-def test_near_rows_partition_the_rows():
+def test_blocks_partition_the_rows():
     for block in (1, 3, 8, 1000):
-        seen = sorted({near_rows(block, k, 101) for k in range(101)})
+        seen = sorted({block_of(block, k, 101) for k in range(101)})
         assert [k for s, e in seen for k in range(s, e)] == list(range(101))
 
 

@@ -86,7 +86,7 @@ def test_counted_from_the_launches_of_a_step(make, depth):
             _, x = module(x, history, out_norm=norm.as_output(), return_x=False)
         reads = counted.forward_reads
         x.sum().backward()
-    assert counted.moved == engine_moved(module.pattern, module.running)
+    assert counted.moved == engine_moved(module.pattern, module.continues)
     if make in (dlcl, attention):
         assert counted.moved == states_moved("deepfast", depth)
         assert reads == forward_reads(depth)["schedule"]

@@ -98,8 +98,8 @@ def attention_row(m, v, row):
         return reference.block(v, query, row, m.reads * m.block, m.eps)
     # Of running sums each block's last is read, of all states those in the window.
     states = []
-    for x, running in zip(v[: row + 1], m.running, strict=False):
-        states.append(x + states[-1] if running else x)
+    for x, continues in zip(v[: row + 1], m.continues, strict=False):
+        states.append(x + states[-1] if continues else x)
     if m.bias is None:
         return reference.attend(states[-m.window :], query[row], m.eps)
     total = 0

@@ -205,17 +205,11 @@ def _from_states(norm: Norm | None, history: DepthHistory, both: bool):
     the only input of a post-norm layer or of a part."""
     # The function must not hold the history: the history's token holds the graph, and the graph
     # holds this function.
-    state, k = history.depth_pass, history.depth_pass.pushed - 1
-    out_norm = None if norm is None else norm.keep_output()
-
-    def inputs() -> tuple[Tensor, Tensor | None]:
-        x, normed = recompute_row(
-            state, k, None if out_norm is None else out_norm(), both or out_norm is None
-        )
-        # In post-norm a row may have its own norm. Its result is then the layer's input.
-        return (x, normed) if both else (x if normed is None else normed, None)
-
-    return inputs
+    depth_pass, k = history.depth_pass, history.depth_pass.pushed - 1
+    if norm is None:
+        return lambda: recompute_row(depth_pass, k, None)
+    out_norm = norm.keep_output()
+    return lambda: recompute_row(depth_pass, k, out_norm(), return_x=both)
 
 
 def _from_input(x: Tensor, n: Tensor | None, norm: Norm | None):
