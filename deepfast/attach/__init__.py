@@ -17,7 +17,7 @@ r k + s. Three places push:
     state r k + s, 0 < s < r    the norm of sublayer s of layer k, whose input becomes the row
     state r (k + 1)             the stand-in of layer k, which returns the row as the output
 
-One object of the connection, `Running`, has the pass and the `LayerRun` of this thread. The list
+One object of the connection, `Current`, has the pass and the `LayerRun` of this thread. The list
 and the hooks look there. Outside of a pass they find nothing and change nothing.
 
 Backward may run a layer again. A push whose state exists computes the row again. The rerun is

@@ -48,7 +48,7 @@ class LayerRun:
     error: half a unit in the last place of the sum.
 
     Args:
-        run: the pass.
+        pass_: the pass of the parent.
         k: number of the layer.
         x: its input, the row of its first sublayer.
         number: the sublayer that has run, -1 before the first one.
@@ -56,15 +56,15 @@ class LayerRun:
             (graph task). Nothing is checked then, because forward has done so.
     """
 
-    def __init__(self, run: Pass, k: int, x: Tensor, number: int = -1, task: int | None = None):
-        self.run, self.k, self.row, self.number, self.task = run, k, x, number, task
+    def __init__(self, pass_: Pass, k: int, x: Tensor, number: int = -1, task: int | None = None):
+        self.pass_, self.k, self.row, self.number, self.task = pass_, k, x, number, task
         # The layer's own sum before the sublayer, and the output of the sublayer's last module;
         # both with their versions.
         self.before: tuple[Tensor | None, int] = (None, 0)
         self.added: tuple[Tensor | None, int] = (None, 0)
 
     def _error(self, text: str, number: int | None = None) -> RuntimeError:
-        sublayer = self.run.settings.sublayers[self.number if number is None else number]
+        sublayer = self.pass_.settings.sublayers[self.number if number is None else number]
         norms = " and ".join(sublayer.norms)
         return RuntimeError(f"{OP}: the sublayer behind {norms} of layer {self.k} {text}")
 
@@ -81,21 +81,21 @@ class LayerRun:
         if number != self.number + 1:
             text = "runs out of turn; list the sublayers in the order in which they run"
             raise self._error(text, number)
-        row = self.run.settings.reads * self.k + number
+        row = self.pass_.settings.reads * self.k + number
         if number == 0:
             if eager and self.task is None and _layout(self.row) != _layout(given):
                 raise RuntimeError(
-                    f"{self.run.named(self.k)} changes its input before its first norm; reads of "
+                    f"{self.pass_.named(self.k)} changes its input before its first norm; reads of "
                     "sublayers need layers that give their input to the norm"
                 )
             # A wrapper such as FSDP may have put another tensor in the place of the row.
-            self.row = self.run.first(given, row)
+            self.row = self.pass_.first(given, row)
         else:
-            h = _shaped(given, self.run.shape)
-            self.row = self.run.after(h, h if self.task is not None else self.end(given), row)
+            h = _shaped(given, self.pass_.shape)
+            self.row = self.pass_.after(h, h if self.task is not None else self.end(given), row)
         self.number, self.before = number, (given, version(given))
         if eager:
-            given.deepfast_layer = self.run, self.k  # type: ignore[attr-defined]
+            given.deepfast_layer = self.pass_, self.k  # type: ignore[attr-defined]
         return _shaped(self.row, given.shape)
 
     def output(self, number: int, output: Any) -> None:
@@ -103,12 +103,12 @@ class LayerRun:
         finds the fault."""
         if number == self.number and self.task is None:
             y = output[0] if isinstance(output, tuple) and output else output
-            self.run.check(self.k, f"output of {self.run.settings.sublayers[number].last}", y)
+            self.pass_.check(self.k, f"output of {self.pass_.settings.sublayers[number].last}", y)
             self.added = y, version(y)
 
     def end(self, total: Tensor) -> Tensor:
         """The tensor that the sublayer has added, behind which the layer's own sum is ``total``."""
-        last, shape = self.run.settings.sublayers[self.number].last, self.run.shape
+        last, shape = self.pass_.settings.sublayers[self.number].last, self.pass_.shape
         (before, old), (added, returned), self.added = self.before, self.added, (None, 0)
         in_place = before is total or version(before) != old
         if last is None:
@@ -132,8 +132,8 @@ class LayerRun:
         """Raises where the sum behind the sublayer is not that before it plus ``added``. Each
         sublayer is checked once in training and once in evaluation, where a dropout does
         nothing."""
-        settings, shape = self.run.settings, self.run.shape
-        place = self.k, self.number, self.run.connection.training
+        settings, shape = self.pass_.settings, self.pass_.shape
+        place = self.k, self.number, self.pass_.connection.training
         if place in settings.checked:
             return
         if torch.compiler.is_compiling():
@@ -159,7 +159,7 @@ class LayerRun:
 
     def last(self, y: Tensor) -> Tensor:
         """The tensor that the last sublayer has added; y is the layer's output."""
-        if self.number < self.run.settings.reads - 1:
+        if self.number < self.pass_.settings.reads - 1:
             raise self._error("did not run", self.number + 1)
         added = self.end(y)
         alone = torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized())
@@ -174,7 +174,7 @@ class Hook:
         self.settings, self.sublayer = settings, sublayer
 
     def __call__(self, _module: nn.Module, *given: Any) -> Any:
-        traced = torch.compiler.is_compiling() and self.settings.running.trace.layer is not None
+        traced = torch.compiler.is_compiling() and self.settings.current.trace.layer_run is not None
         return self.act(*given) if traced else self.outside(*given)
 
     def act(self, *given: Any) -> Any:
@@ -192,43 +192,43 @@ class Read(Hook):
     def act(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         name = None if args else next(iter(kwargs), None)
         given = args[0] if args else kwargs.get(name)
-        layer = self._layer(given)
-        row = given if layer is None else layer.norm(self.sublayer, given)
+        layer_run = self._layer_run(given)
+        row = given if layer_run is None else layer_run.norm(self.sublayer, given)
         if row is given:
             return None
         return ((row, *args[1:]), kwargs) if args else (args, kwargs | {name: row})
 
-    def _layer(self, given: Any) -> LayerRun | None:
+    def _layer_run(self, given: Any) -> LayerRun | None:
         """The run of the layer that the norm belongs to; None outside of a pass."""
-        here = self.settings.running.here
-        layer: LayerRun | None = here.layer
-        if torch.compiler.is_compiling() or (layer is not None and layer.task is None):
-            return layer
+        here = self.settings.current.here
+        layer_run: LayerRun | None = here.layer_run
+        if torch.compiler.is_compiling() or (layer_run is not None and layer_run.task is None):
+            return layer_run
         task = torch._C._current_graph_task_id()
         if task == -1:
             return None
-        layer = None if layer is None or layer.task != task else layer
+        layer_run = None if layer_run is None or layer_run.task != task else layer_run
         called = getattr(given, "deepfast_layer", None)
-        if called is not None and (layer is None or layer.before[0] is not given):
-            if layer is None:
+        if called is not None and (layer_run is None or layer_run.before[0] is not given):
+            if layer_run is None:
                 # Another thread may end the backward pass.
-                clear = functools.partial(vars(here).pop, "layer", None)
+                clear = functools.partial(vars(here).pop, "layer_run", None)
                 torch.autograd.Variable._execution_engine.queue_callback(clear)
-            run, k = called
-            here.layer = layer = LayerRun(run, k, given, self.sublayer - 1, task)
-        if layer is None:
+            pass_, k = called
+            here.layer_run = layer_run = LayerRun(pass_, k, given, self.sublayer - 1, task)
+        if layer_run is None:
             raise RuntimeError(
                 f"{OP}: backward runs a layer whose sublayers read again, with another input than "
                 "in forward; checkpoint it with use_reentrant=False and connect it with "
                 "recompute='none'"
             )
-        return layer
+        return layer_run
 
 
 class Take(Hook):
     """Behind the last module of the sublayer."""
 
     def act(self, _args: tuple, output: Any) -> None:
-        layer = self.settings.running.here.layer
-        if layer is not None:
-            layer.output(self.sublayer, output)
+        layer_run = self.settings.current.here.layer_run
+        if layer_run is not None:
+            layer_run.output(self.sublayer, output)

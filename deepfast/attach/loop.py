@@ -18,10 +18,10 @@ from deepfast.attach.sublayers import OP
 from deepfast.nn.recompute import rerun
 
 
-def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+def call_layer(pass_: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Runs layer k and returns its result, in which the next layer's input replaces its output."""
-    settings, this, eager = run.settings, run.named(k), not torch.compiler.is_compiling()
-    is_next = run.check_turn(k)
+    settings, this, eager = pass_.settings, pass_.named(k), not torch.compiler.is_compiling()
+    is_next = pass_.check_turn(k)
     name, named = settings.input_name, len(args) == 0
     if named and name not in kwargs:
         raise TypeError(
@@ -33,27 +33,27 @@ def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -
 
     def once(x: Tensor) -> tuple[Any, Tensor, Tensor]:
         """The layer's result, its output, and what is pushed."""
-        here, reading = settings.running.here, None
+        here, reading = settings.current.here, None
         if settings.sublayers:
-            outer, reading = here.layer, LayerRun(run, k, x)
-            here.layer = reading
+            outer, reading = here.layer_run, LayerRun(pass_, k, x)
+            here.layer_run = reading
         try:
             result = layer(**{name: x}, **others) if named else layer(x, *rest, **others)
         finally:
             if reading is not None:
-                here.layer = outer
+                here.layer_run = outer
         y = result[0] if isinstance(result, tuple) and result else result
-        run.check(k, "output", y, x.shape)
+        pass_.check(k, "output", y, x.shape)
         if reading is not None:
             return result, y, reading.last(y)
         return result, y, y - x if settings.subtracts else y
 
-    run.check(k, "input", x)
+    pass_.check(k, "input", x)
     if k == 0:
-        x = run.after(x, x, 0)
+        x = pass_.after(x, x, 0)
     given = [x, *options.values()]
     if eager and is_next and k > 0:
-        _check_passed_on(run, k, given)
+        _check_passed_on(pass_, k, given)
     again, before = settings.recompute != "none" and torch.is_grad_enabled(), version(x)
     # The caches of transformers.
     caches = [key for key, value in options.items() if hasattr(value, "get_seq_length")]
@@ -63,7 +63,7 @@ def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -
             "policy; pass use_cache=False, or connect with recompute='none'"
         )
     if again:
-        inputs = run.input_again(x) if eager else None
+        inputs = pass_.input_again(x) if eager else None
         result, y, v = rerun(layer, once, (x,), inputs and (lambda: (inputs(),)), options)
     else:
         result, y, v = once(x)
@@ -72,26 +72,26 @@ def call_layer(run: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict) -
             f"{this} modifies its input in place; attention residuals need layers that do not, and "
             "so does every recompute policy but 'none'"
         )
-    following = run.after(y, v, settings.reads * (k + 1))
+    following = pass_.after(y, v, settings.reads * (k + 1))
     if not isinstance(result, tuple):
         return following
     new = (t for t in result[1:] if not any(t is g for g in given))
-    run.beside = [t for t in new if isinstance(t, Tensor) and t.shape == x.shape]
+    pass_.beside = [t for t in new if isinstance(t, Tensor) and t.shape == x.shape]
     returned = (following, *result[1:])
     return type(result)(*returned) if hasattr(result, "_fields") else returned
 
 
-def _check_passed_on(run: Pass, k: int, given: list) -> None:
+def _check_passed_on(pass_: Pass, k: int, given: list) -> None:
     """Warns where the input of layer k, the first of its arguments ``given``, is not what the call
     of layer k - 1 returned, or where the layers pass on a second stream."""
-    if any(t is g for t in run.beside for g in given):
+    if any(t is g for t in pass_.beside for g in given):
         what = "a second tensor besides"
-    elif run.newest is not None and not run.is_newest(given[0]):
+    elif pass_.newest is not None and not pass_.is_newest(given[0]):
         what = "something else than"
     else:
         return
     warnings.warn(
-        f"{run.named(k)} gets {what} the output that layer {k - 1} returned; a depth connection "
+        f"{pass_.named(k)} gets {what} the output that layer {k - 1} returned; a depth connection "
         "expects layers that return their whole output, residual included, and a loop that passes "
         "it on",
         stacklevel=4,
@@ -101,17 +101,17 @@ def _check_passed_on(run: Pass, k: int, given: list) -> None:
 class StandIn:
     """Stands in for layer k while its parent's forward runs; its attributes are the layer's."""
 
-    def __init__(self, run: Pass, k: int, layer: nn.Module):
-        self._run, self._k, self._layer = run, k, layer
+    def __init__(self, pass_: Pass, k: int, layer: nn.Module):
+        self._pass, self._k, self._layer = pass_, k, layer
 
     def __call__(self, *args, **kwargs):
-        return call_layer(self._run, self._k, self._layer, args, kwargs)
+        return call_layer(self._pass, self._k, self._layer, args, kwargs)
 
     def __getattr__(self, name: str):
         return getattr(self._layer, name)
 
     def __setattr__(self, name: str, value) -> None:
-        if name in ("_run", "_k", "_layer"):
+        if name in ("_pass", "_k", "_layer"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._layer, name, value)
@@ -149,13 +149,13 @@ class Watch:
         self.settings = settings
 
     def __call__(self, layer: nn.Module, _args) -> None:
-        running = self.settings.running
-        if torch.compiler.is_compiling() or not (running.warns and layer.training):
+        current = self.settings.current
+        if torch.compiler.is_compiling() or not (current.warns and layer.training):
             return
         # Checkpointing runs layers again in backward.
-        if running.run is not None or torch._C._current_graph_task_id() != -1:
+        if current.pass_ is not None or torch._C._current_graph_task_id() != -1:
             return
-        running.warns = False
+        current.warns = False
         warnings.warn(
             f"{OP}: layers of {self.settings.where} run in training without the connection, "
             f"because the forward of {self.settings.parent} does not call them; connect the module "
@@ -171,8 +171,8 @@ class Attachment:
     def __init__(self, parent: nn.Module, layers: Any, settings: Settings):
         self.parent, self.layers, self.settings = parent, layers, settings
         layers.__class__, layers.attachment = CLASSES[type(layers)], self
-        self.running, self.kind = settings.running, self._kind()
-        self.running.warns = True
+        self.current, self.kind = settings.current, self._kind()
+        self.current.warns = True
         self.watch(True)
         self.handles: list = []
         # The parent of an nn.Sequential may be skipped, as by timm's ``forward_features``.
@@ -194,7 +194,7 @@ class Attachment:
     def __setstate__(self, state: dict) -> None:
         # A copy of a layer alone has no attachment, and does not warn.
         vars(self).update(state)
-        self.running.warns = True
+        self.current.warns = True
 
     def remove(self) -> None:
         """Removes itself from the list, and all hooks; a layer may hold a connected model, whose
@@ -231,8 +231,8 @@ class Attachment:
 
     def begin(self, module: nn.Module, _args) -> None:
         """Before the forward of the parent or of its list."""
-        running, compiling = self.running, torch.compiler.is_compiling()
-        if module is not self.parent and running.run is not None:
+        current, compiling = self.current, torch.compiler.is_compiling()
+        if module is not self.parent and current.pass_ is not None:
             return
         if self._kind() != self.kind:
             raise RuntimeError(
@@ -247,31 +247,31 @@ class Attachment:
             )
         if not compiling:
             self.watch(False)
-        run = Pass(self.parent._modules[NAME], self.settings, module)
+        pass_ = Pass(self.parent._modules[NAME], self.settings, module)
         # After an interrupt an old pass may still be open.
-        if running.run is not None and not compiling and _calls_itself(module):
-            run.outer = running.run
-        running.run = run
+        if current.pass_ is not None and not compiling and _calls_itself(module):
+            pass_.outer = current.pass_
+        current.pass_ = pass_
 
     def end(self, module: nn.Module, _args, output) -> None:
         """After that forward; after an exception the output is None."""
-        run = self.running.run
-        if run is None or run.opener is not module:
+        pass_ = self.current.pass_
+        if pass_ is None or pass_.opener is not module:
             return
-        self.running.run = run.outer
+        self.current.pass_ = pass_.outer
         if not torch.compiler.is_compiling():
-            self.watch(self.running.warns)
-        run.history.close()
+            self.watch(self.current.warns)
+        pass_.history.close()
         # They refer to the graph, whose tensors refer to the pass.
-        run.waiting, run.beside = (None, None), []
-        pushed, settings = len(run.history), self.settings
-        if output is not None and pushed < run.connection.rows:
+        pass_.waiting, pass_.beside = (None, None), []
+        pushed, settings = len(pass_.history), self.settings
+        if output is not None and pushed < pass_.connection.rows:
             raise RuntimeError(
                 f"{OP}: in the forward of {settings.parent}, {max(pushed - 1, 0) // settings.reads}"
-                f" of {run.connection.num_layers} layers of {settings.where} ran; it must loop over"
-                " the list, not over indices, and call every layer as layer(x), without LayerDrop "
-                "or an early end; connect the module whose forward does, and again where the list "
-                "was replaced"
+                f" of {pass_.connection.num_layers} layers of {settings.where} ran; it must loop "
+                "over the list, not over indices, and call every layer as layer(x), without "
+                "LayerDrop or an early end; connect the module whose forward does, and again where "
+                "the list was replaced"
             )
 
 
@@ -287,11 +287,11 @@ class _Loop(nn.Module):
         return [m for name, m in self._modules.items() if name != NAME]
 
     def _calls(self) -> list:
-        run, layers = self.attachment.running.run, self._layers()
-        if run is None:
+        pass_, layers = self.attachment.current.pass_, self._layers()
+        if pass_ is None:
             return layers
         kind = StandIn if torch.compiler.is_compiling() else EagerStandIn
-        return [kind(run, k, layer) for k, layer in enumerate(layers)]
+        return [kind(pass_, k, layer) for k, layer in enumerate(layers)]
 
     def __len__(self) -> int:
         return len(self._layers())
@@ -303,7 +303,7 @@ class _Loop(nn.Module):
         return iter(self._calls()[::-1])
 
     def __getitem__(self, index):
-        layers, inside = self._layers(), self.attachment.running.run is not None
+        layers, inside = self._layers(), self.attachment.current.pass_ is not None
         if not isinstance(index, slice):
             return layers[index]
         # `call_layer` raises where a layer is left out.
@@ -323,7 +323,7 @@ class ConnectedSequential(_Loop, nn.Sequential):
 
     def children(self) -> Iterator:
         # timm checkpoints what this returns. Outside of forward all children are meant.
-        inside = self.attachment.running.run is not None
+        inside = self.attachment.current.pass_ is not None
         return iter(self._calls()) if inside else super().children()
 
 

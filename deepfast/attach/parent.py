@@ -12,7 +12,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
-from deepfast.attach.passes import NAME, POLICIES, Running, Settings
+from deepfast.attach.passes import NAME, POLICIES, Current, Settings
 from deepfast.attach.sublayers import OP, find_sublayers
 from deepfast.depth.connection import DepthConnection
 from deepfast.nn.connections.base import class_of
@@ -154,7 +154,7 @@ def connect(
         inplace=inplace,
         sublayers=parts,
         known=sublayers == "auto",
-        running=Running(),
+        current=Current(),
         checked=set(),
     )
     Attachment(parent, layer_list, settings)

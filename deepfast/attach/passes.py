@@ -24,14 +24,14 @@ NAME = "depth_connection"
 
 
 class _Thread(PerThread):
-    run = layer = None
+    pass_ = layer_run = None
 
 
 class _Trace:
-    run = layer = None
+    pass_ = layer_run = None
 
 
-class Running:
+class Current:
     """The pass and the `LayerRun` that run in this thread.
 
     Inside torch.compile, which cannot trace what is local to a thread, all threads share them. A
@@ -44,21 +44,21 @@ class Running:
         """Whether a layer that runs in training without a pass is warned of."""
 
     def __reduce__(self):
-        return Running, ()
+        return Current, ()
 
     @property
     def here(self) -> Any:
         return self.trace if torch.compiler.is_compiling() else self.thread
 
     @property
-    def run(self) -> "Pass | None":
+    def pass_(self) -> "Pass | None":
         # A graph that breaks leaves its pass to eager code.
-        return self.here.run or self.trace.run
+        return self.here.pass_ or self.trace.pass_
 
-    @run.setter
-    def run(self, run: "Pass | None") -> None:
-        self.trace.run = None
-        self.here.run = run
+    @pass_.setter
+    def pass_(self, pass_: "Pass | None") -> None:
+        self.trace.pass_ = None
+        self.here.pass_ = pass_
 
 
 class Settings(NamedTuple):
@@ -82,7 +82,7 @@ class Settings(NamedTuple):
     """Those of a layer that read; none if the layer reads once."""
     known: bool
     """Whether their names are from the table of known layers."""
-    running: Running
+    current: Current
     checked: set[tuple[int, int, bool]]
     """Layers and sublayers, by number, that were seen to add what their last module returns, and
     whether that was in training."""

@@ -59,7 +59,7 @@ def connected(
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"{OP}: expected a class of pretrained models, got {base!r}")
     checks.choice(OP, (*POLICIES, None), recompute=recompute)
-    plain, settings, running = getattr(base, "connected_parts", (base, (), {}))
+    plain, settings, policies = getattr(base, "connected_parts", (base, (), {}))
     given = _given(layers=layers, connection=connection, dim=dim) | options
     if norm is not _NOT_GIVEN:
         given["norm"] = norm
@@ -75,7 +75,7 @@ def connected(
             f"{OP}: {min(given)} needs parent, the name of the module to connect; without parent "
             "all settings are those of the config"
         )
-    return _make(plain, settings, running | _given(recompute=recompute, inplace=inplace))
+    return _make(plain, settings, policies | _given(recompute=recompute, inplace=inplace))
 
 
 def _make(base: type, *parts) -> type:
@@ -93,7 +93,7 @@ class _Connected:
     of `connect` that say how a pass runs, which the config does not have."""
 
     def __init__(self, config, *args, **kwargs):
-        _, connections, running = self.connected_parts
+        _, connections, policies = self.connected_parts
         saved = getattr(config, CONFIG, None)
         wanted = [dict(s) for s in connections] or saved
         if not wanted:
@@ -121,7 +121,7 @@ class _Connected:
                     f"{OP}: parent must be the name of a submodule of {type(self).__name__}, got "
                     f"{settings['parent']!r} ({error})"
                 ) from error
-            connect(module, **running, **options)
+            connect(module, **policies, **options)
             attachment_of(module).handles.append(_Listed(configs, settings["parent"]))
 
     @torch.no_grad()

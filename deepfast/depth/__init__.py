@@ -37,6 +37,9 @@ backward    slot     0  1  2  3 |  4  5  6  7 |  8  9 10 11   12
     In the same kernel dz_k passes through the backward of LN_k and of the dropout. The result is
     the gradient of layer k's output.
 
+    Where a norm behind row k has a gradient, its backward needs x_{k+1}. No row is kept: one more
+    mix_rows gives the P of the block again, and boundary_backward the row.
+
 So the connection needs one buffer of L + 2 states for forward and backward together, and reads each
 state about sqrt(L) times.
 
@@ -56,10 +59,11 @@ To read the code, follow a push. `DepthConnection.forward` (connection.py), whic
 one. `boundary` (boundary.py) is the autograd node that runs one boundary forward and backward.
 `DepthPass` (depth_pass.py) has the states, P, Q and the gradients, in the order of the picture, and
 launches the kernels that it names: `DepthPass.partial` gives P_l, `DepthPass._far_pull` gives Q_k.
-It asks `Schedule` (schedule.py) which row reads which state in which pass over the states. Its
-subclasses `ConstantPass` (dlcl.py) and `AttentionPass` (attention_residuals.py) have the operands
-that weigh the states. `DepthHistory` (history.py) is the caller's handle on a pass. A push that a
-compiler traces goes to traced.py.
+`BlockSums` (buffers.py) is the buffer of the P or the Q of a block. `Schedule` (schedule.py) says
+which row reads which state in which pass over the states. The subclasses `ConstantPass` (dlcl.py)
+and `AttentionPass` (attention_residuals.py) have the operands that weigh the states.
+`DepthHistory` (history.py) is the caller's handle on a pass. A push that a compiler traces goes to
+traced.py.
 """
 
 from deepfast.depth.attention_residuals import AttentionResiduals

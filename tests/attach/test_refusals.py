@@ -195,7 +195,7 @@ def test_passes(parent, error, words):
         parent(X)
     # The pass is closed: outside of forward the list has the layers.
     assert all(isinstance(block, Block | Other) for block in parent.blocks)
-    assert parent.blocks.attachment.running.run is None
+    assert parent.blocks.attachment.current.pass_ is None
 
 
 def test_passes_with_other_options():
@@ -362,7 +362,7 @@ def test_a_parent_that_calls_itself_connects_both_passes():
         parent(X, False)
     parent.blocks[1] = Block()
     parent(X)
-    assert parent.blocks.attachment.running.run is None
+    assert parent.blocks.attachment.current.pass_ is None
 
 
 def test_a_connection_that_was_removed_or_replaced():

@@ -124,7 +124,7 @@ def test_checkpoints_of_sublayers(which):
         block.first, block.second = which
     got, wanted = both(model)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-    assert model.blocks.attachment.running.thread.layer is None
+    assert model.blocks.attachment.current.thread.layer_run is None
     # A sublayer alone runs as ever.
     assert model.blocks[0].mlp(X.double()).shape == X.shape
 
