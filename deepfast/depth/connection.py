@@ -203,7 +203,7 @@ class DepthConnection(nn.Module, abc.ABC):
         _push, reason="a push outside of the graph; DepthHistory(eager=False) traces it"
     )
 
-    def schedule(self, block: int | None, device_type: str) -> Schedule:
+    def _schedule(self, block: int | None, device_type: str) -> Schedule:
         """Which state each row reads when, for the ``block`` of a `DepthHistory`."""
         block = block or default_block(self.rows, device_type, self.pass_kind.states_per_pull)
         if block not in self._schedules:
@@ -212,7 +212,7 @@ class DepthConnection(nn.Module, abc.ABC):
 
     def _begin(self, push: Push, history: DepthHistory) -> None:
         """Begins the pass with its first push. The whole pass uses the parameters read here."""
-        schedule = self.schedule(history.block, push.branch.device.type)
+        schedule = self._schedule(history.block, push.branch.device.type)
         # Here autograd saves copies, by hooks of this block: a parameter may change before
         # backward, and checkpointing must not count tensors that a recomputed push does not save.
         with saved_tensors_hooks(torch.clone, lambda copy: copy):

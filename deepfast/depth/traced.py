@@ -89,7 +89,7 @@ def _norm(connection, x: Tensor, norm: OutNorm) -> Tensor:
 def _mixed(connection, history, k: int) -> Tensor:
     """Row k, from its partial sum, where its block has some, and the states of the block."""
     states, weights = history.traced, history.parameters[0]
-    schedule = connection.schedule(history.block, states[k].device.type)
+    schedule = connection._schedule(history.block, states[k].device.type)
     start, end = schedule.blocks[k]
     if k == start:
         passes = schedule.far_reads(start, end)
