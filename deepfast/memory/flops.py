@@ -11,59 +11,57 @@ Floating-point operations of a whole step, forward and backward, of T tokens in 
 
 from deepfast.connections import BLOCKS
 from deepfast.memory.recording import recording
-from deepfast.memory.sizes import Sizes
-from deepfast.policies import ATTENTION_RESIDUALS, MIXING, RERUN
+from deepfast.memory.sizes import Side, Sizes
+from deepfast.policies import MIXING, RERUN
 
 
-def _attentions(sizes: Sizes, decoder: bool) -> float:
+def _attentions(side: Side) -> float:
     """Forward of a layer's attentions."""
-    pairs = (1.5 * sizes.target_tokens) if decoder else sizes.tokens
-    return 4 * sizes.length * sizes.dim * pairs
+    pairs = side.tokens * (1.5 if side.name == "decoder" else 1)
+    return 4 * side.sizes.length * side.sizes.dim * pairs
 
 
-def _mix(sizes: Sizes, decoder: bool) -> float:
+def _mix(side: Side) -> float:
     """Forward of a layer's rows, as the mean over rows: a row reads half of the sources."""
-    kind, sources = sizes.kind(decoder), sizes.layers(decoder) * sizes.parts(decoder) + 2
-    if kind not in MIXING:
+    if side.connection not in MIXING:
         return 0.0
-    if kind == "block_attnres":
+    sources = side.rows + 1
+    if side.connection == "block_attnres":
         # A row reads the embedding and the blocks up to its own.
         sources = min(sources, BLOCKS + 3)
-    channels = 2 if kind in ATTENTION_RESIDUALS else 1
-    tokens = sizes.target_tokens if decoder else sizes.tokens
-    return tokens * sizes.parts(decoder) * channels * sizes.dim * sources
+    products = 2 if side.attends else 1
+    return side.tokens * side.parts * products * side.sizes.dim * sources
 
 
-def recomputed_flops(sizes: Sizes, policy: str, decoder: bool = False) -> float:
+def recomputed_flops(side: Side, policy: str) -> float:
     """What one layer's backward recomputes under a policy."""
-    layers = recording(sizes).layers[decoder]
+    layers = recording(side.sizes).layers[side.name]
     flops: float = layers[policy].backward_flops - layers["none"].backward_flops
     if policy in RERUN:
-        flops += _attentions(sizes, decoder)
+        flops += _attentions(side)
     if policy == "layer+input":
-        flops += _mix(sizes, decoder)
+        flops += _mix(side)
     return flops
 
 
 def step_flops(sizes: Sizes) -> float:
     """A whole step with `none`: both stacks and the projection to the vocabulary."""
-    predicted = sizes.target_tokens if sizes.decoder_layers else sizes.tokens
-    total = 6.0 * predicted * sizes.dim * sizes.vocab_size
-    for side, layers in enumerate(recording(sizes).layers):
-        decoder, layer = bool(side), layers["none"]
+    total = 6.0 * sizes.sides[-1].tokens * sizes.dim * sizes.vocab_size
+    for side in sizes.sides:
+        layer = recording(sizes).layers[side.name]["none"]
         flops: float = layer.forward_flops + layer.backward_flops
-        flops += 3.5 * _attentions(sizes, decoder) + 4 * _mix(sizes, decoder)
-        total += sizes.layers(decoder) * flops
+        total += side.layers * (flops + 3.5 * _attentions(side) + 4 * _mix(side))
     return total
 
 
-def relative_time(
-    sizes: Sizes, policies: tuple[str, ...], decoder_recompute: tuple[str, ...]
-) -> float:
-    """Predicted time of a step relative to `none`: 1 plus the share of recomputed FLOPs."""
+def relative_time(sizes: Sizes, *policies: tuple[str, ...]) -> float:
+    """Predicted time of a step relative to `none`: 1 plus the share of recomputed FLOPs.
+
+    policies: as of `peak_table`.
+    """
     extra = sum(
-        side.count(policy) * recomputed_flops(sizes, policy, decoder)
-        for decoder, side in ((False, policies), (True, decoder_recompute))
-        for policy in set(side)
+        names.count(policy) * recomputed_flops(side, policy)
+        for side, names in zip(sizes.sides, policies, strict=False)
+        for policy in set(names)
     )
     return 1 + extra / step_flops(sizes)

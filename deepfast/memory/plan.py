@@ -8,14 +8,12 @@ from typing import Any
 
 from deepfast import checks
 from deepfast.memory.flops import relative_time
-from deepfast.memory.sizes import MOST, Sizes
+from deepfast.memory.sizes import LIMITS, Sizes
 from deepfast.memory.table import Plan, WhatFits
 from deepfast.memory.timeline import peak_table
 from deepfast.memory.units import format_bytes, parse_bytes
 from deepfast.policies import ATTENTION_RESIDUALS, policies_of, resolve
 
-FREE = ("budget", "num_layers", "dim", "tokens")
-"""`plan` needs at least three of them."""
 STEP = 64
 """A width that `plan` chooses is a multiple of it; heads are this wide by default."""
 USUAL = {"num_layers": 16, "dim": 8, "tokens": 8192}
@@ -66,11 +64,12 @@ def plan(
         ValueError: for a wrong size or choice.
         DoesNotFitError: a ValueError; even the smallest model exceeds the budget.
     """
-    given = {"budget": budget, "num_layers": num_layers, "dim": dim, "tokens": tokens}
+    sizes = {"num_layers": num_layers, "dim": dim, "tokens": tokens}
+    given = {"budget": budget, **sizes}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) > 1:
         got = " and ".join(missing)
-        raise ValueError(f"{', '.join(FREE)}: expected at least three of them, got none for {got}")
+        raise ValueError(f"{', '.join(given)}: expected at least three of them, got none for {got}")
     if decoder_recompute is not None and options.get("decoder_layers") == 0:
         raise ValueError(
             f"decoder_recompute: expected none without a decoder, got {decoder_recompute!r} for "
@@ -79,23 +78,23 @@ def plan(
     _check_used(options | {"tokens": tokens})
     limit = None if budget is None else parse_bytes(budget)
     search = _Search(recompute, decoder_recompute)
-    sized = partial(_sized, {"num_layers": num_layers, "dim": dim, "tokens": tokens}, options)
+    sized = partial(_sized, sizes | options)
     free = missing[0] if missing else None
     num_heads = options.get("num_heads") or 1
     if free in (None, "budget"):
-        sizes = sized()
+        found = sized()
     else:
         # `Sizes` raises for wrong heads.
         by_heads = free == "dim" and checks.is_whole(num_heads)
         step = math.lcm(STEP, num_heads) if by_heads else 1
-        sizes = _largest(free, step, sized, search, limit)
+        found = _largest(free, step, sized, search, limit)
     if limit is None:
-        limit = search.smallest(sizes)
-    chosen = search.cheapest(sizes, limit)
-    table = peak_table(sizes, *chosen)
+        limit = search.smallest(found)
+    chosen = search.cheapest(found, limit)
+    table = peak_table(found, *chosen)
     fits = sum(table.values()) <= limit
-    what_fits = None if fits else _what_fits(sizes, limit, sized, num_heads)
-    return Plan(sizes, limit, *chosen, table, relative_time(sizes, *chosen), what_fits, free)
+    what_fits = None if fits else _what_fits(found, limit, sized, num_heads)
+    return Plan(found, limit, *chosen, table, relative_time(found, *chosen), what_fits, free)
 
 
 def _check_used(options: dict[str, Any]) -> None:
@@ -116,10 +115,10 @@ def _check_used(options: dict[str, Any]) -> None:
             )
 
 
-def _sized(fixed: dict[str, Any], options: dict[str, Any], **free: int) -> Sizes:
+def _sized(given: dict[str, Any], **free: int) -> Sizes:
     """The sizes with ``free`` in place of what is not given, and with the defaults that depend on
     dim and the tokens."""
-    sizes = fixed | options | free
+    sizes = given | free
     dim = sizes["dim"]
     # `Sizes` raises for a wrong dim.
     whole = checks.is_whole(dim) and dim >= 1
@@ -145,7 +144,7 @@ def _largest(
         return search.smallest(sized(**{free: multiple * step}))
 
     # Larger sizes are beyond every machine.
-    most, usual, power = MOST[free] // step, USUAL[free], 2 if free == "dim" else 1
+    most, usual, power = LIMITS[free][1] // step, USUAL[free], 2 if free == "dim" else 1
     if not (found := largest(need, limit, most, usual, power)):
         raise DoesNotFitError(
             f"budget: expected at least {format_bytes(need(1), up=True)} for {free} {step}, got "
@@ -216,15 +215,14 @@ class _Search:
 
         The encoder is deeper, so its policy changes first, then the decoder's.
         """
-        options = []
-        for side, name in enumerate(("recompute", "decoder_recompute")):
-            count, kind, wanted = (
-                sizes.layers(bool(side)),
-                sizes.kind(bool(side)),
-                self.wanted[side],
-            )
+        options: list[list[tuple[str, ...]]] = []
+        names = "recompute", "decoder_recompute"
+        for side, wanted, name in zip(sizes.sides, self.wanted, names, strict=False):
+            kind = side.connection
             wishes = policies_of(kind) if wanted is None else (wanted,)
-            options.append([resolve(wish, count, kind, name) for wish in wishes] if count else [()])
+            options.append([resolve(wish, side.layers, kind, name) for wish in wishes])
+        if len(options) == 1:
+            options.append([()])
         encoder, decoder = options
         return [(e, decoder[0]) for e in encoder] + [(encoder[-1], d) for d in decoder[1:]]
 
@@ -251,11 +249,11 @@ def _peak(sizes: Sizes, pair: Pair) -> int:
 def uniform_peak(sizes: Sizes, policy: str) -> int:
     """The peak with one policy for all layers; without a depth connection, "layer+input" becomes
     "layer"."""
-    encoder, decoder = (
-        (policy if policy in policies_of(sizes.kind(side)) else "layer",) * sizes.layers(side)
-        for side in (False, True)
+    policies = (
+        (policy if policy in policies_of(side.connection) else "layer",) * side.layers
+        for side in sizes.sides
     )
-    return _peak(sizes, (encoder, decoder))
+    return sum(peak_table(sizes, *policies).values())
 
 
 def _mixed(sizes: Sizes, top: Pair, bottom: Pair, limit: int) -> Pair | None:

@@ -18,13 +18,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepfast.memory.ledger import ACTIVATIONS, GRADIENTS, HEAD, HISTORY, TRANSIENT, Ledger
-from deepfast.memory.sizes import Sizes
+from deepfast.memory.sizes import Side, Sizes
 from deepfast.memory.stack import LayerRecord, Stack
 from deepfast.nn import MultiheadAttention, Packing
 from deepfast.ops.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from deepfast.policies import policies_of
-
-SIDES = ("encoder", "decoder")
 
 SECTIONS = {
     "encoder forward": ("states", "nothing"),
@@ -44,16 +42,16 @@ gradient of its embedding is computed."""
 class Recording:
     """What a step of the small model needed."""
 
-    layers: tuple[dict[str, LayerRecord], ...]
+    layers: dict[str, dict[str, LayerRecord]]
     """Of the encoder and, where there is one, of the decoder: policy -> a layer under it."""
     rest: dict[str, Tensor]
     """Section -> (6,) bytes beside what the stacks hold: of forward and backward of a stack at
     their start, else at the highest point."""
 
 
-def held(section: str, stacks: Sequence[Stack]) -> Tensor:
+def held(section: str, stacks: dict[str, Stack]) -> Tensor:
     """(6,) bytes that the stacks hold in a section."""
-    states = zip(stacks, SECTIONS[section], strict=False)
+    states = zip(stacks.values(), SECTIONS[section], strict=False)
     return torch.stack([stack.holds(state) for stack, state in states]).sum(0)
 
 
@@ -86,47 +84,46 @@ class _SmallModel:
 
     def __init__(self, sizes: Sizes):
         self.sizes, self.part = sizes, 0
-        self.orders = [
-            ("none", *policies_of(sizes.kind(decoder)), "none")
-            for decoder in (False, True)[: 2 if sizes.decoder_layers else 1]
-        ]
+        self.orders = {
+            side.name: ("none", *policies_of(side.connection), "none") for side in sizes.sides
+        }
+        # The sides with as many layers as they have here.
+        self.sides = [s._replace(layers=len(self.orders[s.name])) for s in sizes.sides]
         # FSDP gathers parameters in the dtype of the products.
         low = sizes.sharded and sizes.dtype == "bfloat16"
         dtype = torch.bfloat16 if low else torch.float32
         self.table = torch.empty(sizes.vocab_size, sizes.dim, dtype=dtype, requires_grad=True)
         # Of a bare stack.
         self.given = torch.empty(sizes.tokens, sizes.dim, requires_grad=True)
-        stacks = [sizes.stack(order, bool(side)) for side, order in enumerate(self.orders)]
-        self.stacks = stacks
+        self.modules = {side.name: side.stack(self.orders[side.name]) for side in self.sides}
         weights: list[Tensor] = []
         parameters: list[Tensor] = [self.table]
-        for side, stack in enumerate(stacks):
-            parameters += stack.parameters()
-            for number, layer in enumerate(stack.layers):
+        for side, module in self.modules.items():
+            parameters += module.parameters()
+            for number, layer in enumerate(module.layers):
                 weights += layer.parameters()
                 layer.register_forward_pre_hook(partial(self._begins, side, number))
                 layer.register_forward_hook(partial(self._ends, side, number))
-            if stack.connection.depth is not None:
-                stack.connection.depth.register_forward_pre_hook(_one_block)
-            for module in stack.modules():
-                if sizes.padding and isinstance(module, MultiheadAttention):
+            if module.connection.depth is not None:
+                module.connection.depth.register_forward_pre_hook(_one_block)
+            for inner in module.modules():
+                if sizes.padding and isinstance(inner, MultiheadAttention):
                     # torch's attention works on padded copies.
-                    module.backend = "sdpa"
-        self.ledger = Ledger(
-            parameters, weights, old_gradients=sizes.accumulate > 1 or sizes.ranks > 1
-        )
+                    inner.backend = "sdpa"
+        old = sizes.accumulate > 1 or sizes.ranks > 1
+        self.ledger = Ledger(parameters, weights, old_gradients=old)
 
-    def _enter(self, side: int, what: str, *_: object) -> None:
+    def _enter(self, side: str, what: str, *_: object) -> None:
         category = HEAD if what in ("source", "end") else TRANSIENT
-        self.ledger.enter(f"{SIDES[side]} {what}", category)
+        self.ledger.enter(f"{side} {what}", category)
 
-    def _begins(self, side: int, number: int, *_: object) -> None:
+    def _begins(self, side: str, number: int, *_: object) -> None:
         """A layer, or the next part of it, begins forward. In backward it may run again."""
         if torch._C._current_graph_task_id() == -1:
             self.part = self.part + 1 if f" {number} " in self.ledger.section else 0
             self._enter(side, f"forward {number} {self.part}")
 
-    def _ends(self, side: int, number: int, _layer: Any, _args: Any, result: Any) -> None:
+    def _ends(self, side: str, number: int, _layer: Any, _args: Any, result: Any) -> None:
         """A layer or part ends forward. Its backward begins at its branch."""
         if torch._C._current_graph_task_id() == -1:
             branch = result[-1] if isinstance(result, tuple) else result
@@ -136,7 +133,7 @@ class _SmallModel:
     def step(self) -> None:
         sizes = self.sizes
         with self.ledger:
-            self._enter(0, "source")
+            self._enter("encoder", "source")
             with torch.autocast("cpu", torch.bfloat16, enabled=sizes.dtype == "bfloat16"):
                 result = self._forward()
             # As where the caller's outermost context of autocast ends.
@@ -147,18 +144,16 @@ class _SmallModel:
 
     def _forward(self) -> Tensor:
         """The loss or, without a vocabulary, the encoder's result."""
-        sizes, tokens = self.sizes, self.sizes.tokens
-        packing = _packing(tokens, sizes.padding)
-        y = self._run(0, tokens, packing=packing)
-        if sizes.decoder_layers:
-            tokens = sizes.target_tokens
-            target = _packing(tokens, sizes.padding)
-            y = self._run(1, tokens, packing=target, encoded=y, encoded_packing=packing)
+        sizes, below = self.sizes, dict[str, Any]()
+        for side in self.sides:
+            packing = _packing(side.tokens, sizes.padding)
+            y = self._run(side, packing=packing, **below)
+            below = {"encoded": y, "encoded_packing": packing}
         self.ledger.enter("loss", HEAD)
         if not sizes.vocab_size:
             return y
-        labels = torch.empty(tokens, dtype=torch.int64)
-        chunk = chunk_rows(tokens, sizes.vocab_size, sizes.device)
+        labels = torch.empty(side.tokens, dtype=torch.int64)
+        chunk = chunk_rows(side.tokens, sizes.vocab_size, sizes.device)
         return linear_cross_entropy(
             y,
             self.table,
@@ -169,41 +164,43 @@ class _SmallModel:
             backend=sizes.backend,
         )
 
-    def _run(self, side: int, tokens: int, **options: Any) -> Tensor:
+    def _run(self, side: Side, **options: Any) -> Tensor:
         """From the embedding to the result of one stack."""
-        self._enter(side, "source")
-        sizes, stack = self.sizes, self.stacks[side]
+        self._enter(side.name, "source")
+        sizes, module = self.sizes, self.modules[side.name]
         if not sizes.vocab_size:
             x = self.given * 1
         else:
-            x = F.embedding(torch.empty(tokens, dtype=torch.int64), self.table) * sizes.dim**0.5
+            tokens = torch.empty(side.tokens, dtype=torch.int64)
+            x = F.embedding(tokens, self.table) * sizes.dim**0.5
             if sizes.dropout and sizes.device == "cuda":
                 # On a GPU torch keeps a mask of bytes.
                 x = torch.native_dropout(x, 0.1, True)[0]
             elif sizes.dropout:
                 x = F.dropout(x, 0.1)
-        x.grad_fn.register_prehook(partial(self._enter, side, "end"))
-        self._enter(side, "begin")
-        gates: Sequence[Any] = [None] * len(stack.layers)
-        if stack.latent is not None:
+        x.grad_fn.register_prehook(partial(self._enter, side.name, "end"))
+        self._enter(side.name, "begin")
+        gates: Sequence[Any] = [None] * side.layers
+        if module.latent is not None:
             # Drawn gates have the same bytes.
-            gates = stack.latent.logits.sigmoid()[0].unbind()
-        return stack.connection(x, stack._calls([options] * len(stack.layers), gates))
+            gates = module.latent.logits.sigmoid()[0].unbind()
+        return module.connection(x, module._calls([options] * side.layers, gates))
 
     # ---- what the step has shown ---------------------------------------------------------------
 
     def recording(self) -> Recording:
         ledger = self.ledger
-        layers = tuple(map(self._layers, range(len(self.stacks))))
-        stacks = [
-            Stack(self.sizes, records, order, bool(side), blocks=False)
-            for side, (records, order) in enumerate(zip(layers, self.orders, strict=True))
-        ]
+        layers = {side.name: self._layers(side) for side in self.sides}
+        stacks = {
+            side.name: Stack(side, layers[side.name], self.orders[side.name], blocks=False)
+            for side in self.sides
+        }
         alive = {name: ledger.highest[name] for name in SECTIONS if name in ledger.highest}
-        for side, order in enumerate(self.orders):
-            top = f"{len(order) - 1} {self.sizes.parts(bool(side)) - 1}"
+        for side in self.sides:
+            top = f"{side.layers - 1} {side.parts - 1}"
             for way, first in (("forward", "0 0"), ("backward", top)):
-                alive[f"{SIDES[side]} {way}"] = ledger.starts[f"{SIDES[side]} {way} {first}"]
+                section = f"{side.name} {way}"
+                alive[section] = ledger.starts[f"{section} {first}"]
         rest = {}
         for section, found in alive.items():
             beside = _bytes(found) - held(section, stacks)
@@ -213,11 +210,11 @@ class _SmallModel:
             rest[section] = beside
         return Recording(layers, rest)
 
-    def _layers(self, side: int) -> dict[str, LayerRecord]:
+    def _layers(self, side: Side) -> dict[str, LayerRecord]:
         starts, highest, flops = self.ledger.starts, self.ledger.highest, self.ledger.flops
-        found, parts = {}, range(self.sizes.parts(bool(side)))
-        forward, backward = (f"{SIDES[side]} {way}" for way in ("forward", "backward"))
-        for number, policy in list(enumerate(self.orders[side]))[1:-1]:
+        found, parts = {}, range(side.parts)
+        forward, backward = f"{side.name} forward", f"{side.name} backward"
+        for number, policy in list(enumerate(self.orders[side.name]))[1:-1]:
             up, down = ([f"{way} {number} {part}" for part in parts] for way in (forward, backward))
             begins, returns = _bytes(starts[up[0]]), _bytes(starts[down[-1]])
             kept = _bytes(starts[f"{forward} {number + 1} 0"]) - begins

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from deepfast import backend as backends
 from deepfast import checks, connections
@@ -27,15 +27,83 @@ CHOICES = {
     "activation": ("relu", "gelu", "swiglu"),
     "parallel": ("ddp", "fsdp"),
 }
-WHOLE = (
-    "num_layers", "dim", "tokens", "num_heads", "ffn_dim", "vocab_size", "decoder_layers",
-    "target_tokens",
-    "accumulate", "length", "reads", "ranks",
-)  # fmt: skip
-AT_LEAST = dict.fromkeys(WHOLE, 1) | {"vocab_size": 0, "decoder_layers": 0}
-MOST = dict.fromkeys(WHOLE, 2**40) | {"num_layers": 20_000, "decoder_layers": 20_000, "reads": 2}
-"""Upper limits, beyond every machine. Policies are chosen layer by layer, so the number of layers
-has a lower limit than other sizes."""
+HUGE = 2**40
+LIMITS = {"num_layers": (1, 20_000), "decoder_layers": (0, 20_000), "vocab_size": (0, HUGE)}
+LIMITS |= dict.fromkeys(("dim", "tokens", "target_tokens", "num_heads", "ffn_dim"), (1, HUGE))
+LIMITS |= dict.fromkeys(("accumulate", "length", "ranks"), (1, HUGE)) | {"reads": (1, 2)}
+"""The least and the most of each number. The upper limits are beyond every machine. Policies are
+chosen layer by layer, so the number of layers has a lower limit than other sizes."""
+
+
+class Side(NamedTuple):
+    """The encoder or the decoder of a model."""
+
+    name: str
+    """"encoder" or "decoder"."""
+    sizes: "Sizes"
+    layers: int
+    """L."""
+    connection: str
+    tokens: int
+    """T of a micro-batch."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether its connection is attention over depth."""
+        return self.connection in ATTENTION_RESIDUALS
+
+    @property
+    def parts(self) -> int:
+        """How often a layer reads its connection."""
+        if not self.attends or self.sizes.reads == 1:
+            return 1
+        return 3 if self.name == "decoder" else 2
+
+    @property
+    def rows(self) -> int:
+        """The rows of its depth weights."""
+        return self.layers * self.parts + 1
+
+    def stack(self, policies: Sequence[str]) -> TransformerEncoder | TransformerDecoder:
+        """The module, with a layer for each of the policies."""
+        sizes, kind = self.sizes, self.connection
+        make = TransformerDecoder if self.name == "decoder" else TransformerEncoder
+        return make(
+            len(policies), sizes.dim, sizes.num_heads, sizes.ffn_dim,
+            num_kv_heads=sizes.num_kv_heads, connection=kind, norm=sizes.norm,
+            norm_type=sizes.norm_type, dropout=0.1 if sizes.dropout else 0.0,
+            activation=sizes.activation, recompute=policies,
+            dlcl={"weight_type": sizes.weight_type} if kind == "dlcl" else None,
+            reads=sizes.reads if self.attends else None,
+            backend=sizes.backend,
+        )  # fmt: skip
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer. The norm before each pre-norm layer, or before each part that
+        reads, belongs to the connection."""
+        # The other sizes change no layer.
+        same = replace(self.sizes, num_layers=1, decoder_layers=1, vocab_size=1, length=1)
+        return _layer_parameters(replace(same, tokens=1, target_tokens=1), self.name)
+
+    @property
+    def connection_parameters(self) -> int:
+        """Parameters of the connection, with its norms in pre-norm: depth weights and their norms,
+        queries of attention residuals, logits of latent depth."""
+        norms = self.rows * self.sizes.norm_values * self.sizes.dim
+        count = norms if self.sizes.norm == "pre" else 0
+        if self.connection == "dlcl":
+            count += self.rows * self.rows * self.sizes.depth_channels + norms
+        if self.attends:
+            count += self.rows * self.sizes.dim
+        if self.connection == "latent":
+            # The logits of one language.
+            count += self.layers
+        return count
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.connection_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +166,12 @@ class Sizes:
     """With "fsdp": whether a layer's gathered parameters are freed after forward."""
 
     def __post_init__(self):
-        for name, least in AT_LEAST.items():
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if not checks.is_whole(value) or value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-            if value > MOST[name]:
-                raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {value:,}")
+            if value > most:
+                raise ValueError(f"{name}: expected at most {most:,}, got {value:,}")
         for name in ("dropout", "padding"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -150,60 +218,14 @@ class Sizes:
         no mean."""
         return 1 if self.norm_type == "rms" else 2
 
-    def layers(self, decoder: bool = False) -> int:
-        """Layers of the encoder, or of the decoder."""
-        return self.decoder_layers if decoder else self.num_layers
-
-    def kind(self, decoder: bool = False) -> str:
-        """The connection of the encoder, or of the decoder."""
-        return self.decoder_connection if decoder else self.connection
-
-    def parts(self, decoder: bool = False) -> int:
-        """How often a layer reads its connection."""
-        if self.kind(decoder) not in ATTENTION_RESIDUALS or self.reads == 1:
-            return 1
-        return 3 if decoder else 2
-
-    def stack(
-        self, policies: Sequence[str], decoder: bool = False
-    ) -> TransformerEncoder | TransformerDecoder:
-        """An encoder, or a decoder, of these sizes with a layer for each of the policies."""
-        make, kind = TransformerDecoder if decoder else TransformerEncoder, self.kind(decoder)
-        return make(
-            len(policies), self.dim, self.num_heads, self.ffn_dim,
-            num_kv_heads=self.num_kv_heads, connection=kind, norm=self.norm,
-            norm_type=self.norm_type, dropout=0.1 if self.dropout else 0.0,
-            activation=self.activation, recompute=policies,
-            dlcl={"weight_type": self.weight_type} if kind == "dlcl" else None,
-            reads=self.reads if kind in ATTENTION_RESIDUALS else None,
-            backend=self.backend,
-        )  # fmt: skip
-
-    def layer_parameters(self, decoder: bool = False) -> int:
-        """Parameters of one layer. The norm before each pre-norm layer, or before each part that
-        reads, belongs to the connection."""
-        # The other sizes change no layer.
-        same = replace(self, num_layers=1, decoder_layers=1, vocab_size=1, length=1)
-        return _layer_parameters(replace(same, tokens=1, target_tokens=1), decoder)
-
-    def connection_parameters(self, decoder: bool = False, layers: int | None = None) -> int:
-        """Parameters of the connection, with its norms in pre-norm: depth weights and their norms,
-        queries of attention residuals, logits of latent depth.
-
-        layers: L, if it is not the stack's.
-        """
-        kind = self.kind(decoder)
-        rows = (layers or self.layers(decoder)) * self.parts(decoder) + 1
-        norms = rows * self.norm_values * self.dim
-        count = norms if self.norm == "pre" else 0
-        if kind == "dlcl":
-            count += rows * rows * self.depth_channels + norms
-        if kind in ATTENTION_RESIDUALS:
-            count += rows * self.dim
-        if kind == "latent":
-            # The logits of one language.
-            count += rows - 1
-        return count
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The encoder and, where there is one, the decoder."""
+        encoder = Side("encoder", self, self.num_layers, self.connection, self.tokens)
+        if not self.decoder_layers:
+            return (encoder,)
+        kind, tokens = self.decoder_connection, self.target_tokens
+        return encoder, Side("decoder", self, self.decoder_layers, kind, tokens)
 
     @property
     def depth_channels(self) -> int:
@@ -213,15 +235,11 @@ class Sizes:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        count = self.vocab_size * self.dim
-        for decoder in (False, True)[: 2 if self.decoder_layers else 1]:
-            count += self.layers(decoder) * self.layer_parameters(decoder)
-            count += self.connection_parameters(decoder)
-        return count
+        return self.vocab_size * self.dim + sum(side.parameters for side in self.sides)
 
 
 @lru_cache(maxsize=256)
-def _layer_parameters(sizes: Sizes, decoder: bool) -> int:
+def _layer_parameters(sizes: Sizes, side: str) -> int:
     with torch.device("meta"):
-        layer: nn.Module = sizes.stack(("none",), decoder).layers[0]
+        (layer,) = next(x for x in sizes.sides if x.name == side).stack(("none",)).layers
     return sum(p.numel() for p in layer.parameters())

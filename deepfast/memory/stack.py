@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepfast.memory.history import FP32, History
 from deepfast.memory.ledger import CATEGORIES, GRADIENTS, HISTORY
-from deepfast.memory.sizes import Sizes
+from deepfast.memory.sizes import Side
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,12 @@ class Stack:
 
     def __init__(
         self,
-        sizes: Sizes,
+        side: Side,
         records: dict[str, LayerRecord],
         policies: Sequence[str],
-        decoder: bool,
         blocks: bool = True,
     ):
-        count = len(policies)
-        self.history = History(sizes, count, decoder, blocks)
+        self.side, self.history = side, History(side, blocks)
         numbers = {policy: number for number, policy in enumerate(records)}
         index = torch.tensor([numbers[policy] for policy in policies], device="cpu")
         # (L, ..) each.
@@ -59,8 +57,6 @@ class Stack:
             for field in ("kept", "saved", "forward", "backward")
         )
         self.layer_gradients = records[policies[0]].gradients
-        parameters = count * sizes.layer_parameters(decoder)
-        self.parameters = parameters + sizes.connection_parameters(decoder, count)
 
     def holds(self, state: str) -> Tensor:
         """(6,) bytes that exist for this stack outside of its own forward and backward.
@@ -71,7 +67,7 @@ class Stack:
         """
         found = torch.zeros(len(CATEGORIES), dtype=torch.int64, device="cpu")
         if state == "learned":
-            found[GRADIENTS] = FP32 * self.parameters
+            found[GRADIENTS] = FP32 * self.side.parameters
         elif state != "nothing":
             found[HISTORY] = self.history.bytes(state == "learning")
             if state != "states":

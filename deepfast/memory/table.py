@@ -63,19 +63,10 @@ class Plan:
 
     def to_dict(self) -> dict:
         """Plain values only."""
-        return {
-            **asdict(self.sizes),
-            "budget": self.budget,
-            "recompute": list(self.recompute),
-            "decoder_recompute": list(self.decoder_recompute),
-            "table": dict(self.table),
-            "peak": self.peak,
-            "fits": self.fits,
-            "time": self.time,
-            "solved": self.solved,
-            "advice": self.advice,
-            "what_fits": None if self.what_fits is None else asdict(self.what_fits),
-        }
+        found = asdict(self)
+        policies = {name: list(found[name]) for name in ("recompute", "decoder_recompute")}
+        derived = {"peak": self.peak, "fits": self.fits, "advice": self.advice}
+        return found.pop("sizes") | found | policies | derived
 
 
 def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:

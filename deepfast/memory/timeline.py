@@ -5,8 +5,6 @@ then down again, where each layer frees what it kept and adds its gradients. Wha
 and the loss, come from a `recording`.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from deepfast.memory.ledger import (
     HISTORY,
     TRANSIENT,
 )
-from deepfast.memory.recording import SIDES, held, recording
+from deepfast.memory.recording import held, recording
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.stack import Stack
 
@@ -29,27 +27,30 @@ MARGIN, CONTEXT = 0.04, 300 * 2**20
 and libraries."""
 
 
-def _moments(sizes: Sizes, stacks: Sequence[Stack]) -> Tensor:
+def _moments(sizes: Sizes, stacks: dict[str, Stack]) -> Tensor:
     """(N, 6): every point of a step at which the peak can lie."""
     moments = []
     for section, rest in recording(sizes).rest.items():
         alive = rest + held(section, stacks)
         side, _, way = section.partition(" ")
-        if side in SIDES and way in ("forward", "backward"):
-            alive = alive + getattr(stacks[SIDES.index(side)], way)()
+        if side in stacks and way in ("forward", "backward"):
+            alive = alive + getattr(stacks[side], way)()
         moments.append(alive.view(-1, len(CATEGORIES)))
     return torch.cat(moments)
 
 
-def peak_table(
-    sizes: Sizes, policies: tuple[str, ...], decoder_recompute: tuple[str, ...]
-) -> dict[str, int]:
-    """Category -> bytes at the peak of a step; their sum is the peak."""
-    given = zip(recording(sizes).layers, (policies, decoder_recompute), strict=False)
-    stacks = [
-        Stack(sizes, records, names, bool(side)) for side, (records, names) in enumerate(given)
-    ]
-    count = local_parameters(sizes)
+def peak_table(sizes: Sizes, *policies: tuple[str, ...]) -> dict[str, int]:
+    """Category -> bytes at the peak of a step; their sum is the peak.
+
+    policies: of the encoder's layers and, where there is a decoder, of the decoder's.
+    """
+    records = recording(sizes).layers
+    stacks = {
+        side.name: Stack(side, records[side.name], names)
+        for side, names in zip(sizes.sides, policies, strict=False)
+    }
+    # What a rank keeps from step to step.
+    count = -(-sizes.parameters // sizes.ranks) if sizes.sharded else sizes.parameters
     moments = on_one_rank(sizes, _moments(sizes, stacks))
     top = moments[moments.sum(1).argmax()].tolist()
     # Where a layer has freed a part of what it saved, that part is missing among the rest.
@@ -65,35 +66,24 @@ def peak_table(
         "head": top[HEAD],
         "allocator margin": 0,
     }
-    table["allocator margin"] = margin(sizes, sum(table.values()))
+    if sizes.device == "cuda":
+        table["allocator margin"] = int(MARGIN * sum(table.values())) + CONTEXT
     return table
-
-
-def margin(sizes: Sizes, peak: int) -> int:
-    """Bytes that a device needs besides the tensors of a step."""
-    return int(MARGIN * peak) + CONTEXT if sizes.device == "cuda" else 0
 
 
 # ---- one of several ranks that share the model ---------------------------------------------------
 
 
-def local_parameters(sizes: Sizes) -> int:
-    """Parameters that a rank keeps from step to step."""
-    return -(-sizes.parameters // sizes.ranks) if sizes.sharded else sizes.parameters
-
-
 def gathered(sizes: Sizes) -> int:
     """Bytes of the unsharded parameters that FSDP holds at one time: a layer and its all-gather
     buffer, one connection in fp32, and all parameters outside of the layers."""
-    layers = [sizes.layer_parameters()] * sizes.num_layers
-    connections = [sizes.connection_parameters()]
-    if sizes.decoder_layers:
-        layers += [sizes.layer_parameters(True)] * sizes.decoder_layers
-        connections.append(sizes.connection_parameters(True))
-    rest = sizes.parameters - sum(layers) - sum(connections)
+    layer = max(side.layer_parameters for side in sizes.sides)
+    connections = [side.connection_parameters for side in sizes.sides]
     if sizes.reshard:
-        return sizes.bytes * (2 * max(layers) + rest) + FP32 * max(connections)
-    return sizes.bytes * (sum(layers) + max(layers) + rest) + FP32 * sum(connections)
+        rest = sizes.vocab_size * sizes.dim
+        return sizes.bytes * (2 * layer + rest) + FP32 * max(connections)
+    low = sizes.parameters - sum(connections) + layer
+    return sizes.bytes * low + FP32 * sum(connections)
 
 
 def on_one_rank(sizes: Sizes, moments: Tensor) -> Tensor:
@@ -108,8 +98,7 @@ def on_one_rank(sizes: Sizes, moments: Tensor) -> Tensor:
             gradients[:] = whole * (2 if sizes.ranks > 1 and sizes.accumulate > 1 else 1)
         return moments
     # A layer's gradients, and the buffer in fp32 from which they are reduced over the ranks.
-    layer = max(sizes.layer_parameters(), sizes.layer_parameters(True) * bool(sizes.decoder_layers))
-    reduced = (sizes.bytes + FP32) * layer
+    reduced = (sizes.bytes + FP32) * max(side.layer_parameters for side in sizes.sides)
     gradients[:] = gradients // sizes.ranks + reduced * (gradients > 0)
     # Gradients are not reduced before the last micro-batch of a step.
     gradients += whole if sizes.accumulate > 1 else 0
