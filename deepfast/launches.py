@@ -11,12 +11,12 @@ whose fields are the operands in the order of the table.
 
 In the table a block has an op, operands, and launches with their operands in order. A line of
 operands has names, the type, and of a tensor its dtype and shape. Those of "every op" belong to all
-blocks. In the list of a launch ``?`` marks a tensor that may be missing, and ``!`` what the launch
-writes. ``storage`` is the dtype of the activations, with contiguous channels; ``dense`` is the same
-of a contiguous tensor. ``compute`` is float32, or float64 where storage is float64, and contiguous;
-``sums`` is the same where only the channels are contiguous. Words are separated by bars.
-``< states, R`` says that an index is smaller than the number of slots of the operand ``states`` and
-than R. Shapes:
+blocks, and those of a block to each that is ``like`` it. In the list of a launch ``?`` marks a
+tensor that may be missing, and ``!`` what the launch writes. ``storage`` is the dtype of the
+activations, with contiguous channels; ``dense`` is the same of a contiguous tensor. ``compute`` is
+float32, or float64 where storage is float64, and contiguous; ``sums`` is the same where only the
+channels are contiguous. Words are separated by bars. ``< states, R`` says that an index is smaller
+than the number of slots of the operand ``states`` and than R. Shapes:
 
     T  tokens           D  channels        R  rows of the depth weights, L + 1
     S  slots            B  rows, or sources, of one far pass
@@ -88,7 +88,8 @@ class Launch:
     name: str
     operands: tuple[Operand, ...]
     flops: Callable[..., int]
-    """Multiplications and additions, from the operands by name, a shape for each tensor."""
+    """Multiplications and additions, from the operands by name, a shape for each tensor. Those of
+    a launch that only ops of `deepfast.ops` call are stated there, and 0 here."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -133,20 +134,6 @@ def _boundary_backward(states, near, dout, pull_rows, **_) -> int:
     return 2 * (mixed + 2 * len(pull_rows)) * math.prod(states[1:])
 
 
-def _depth_mix(sources, **_) -> int:
-    return 2 * len(sources) * math.prod(sources[0])
-
-
-def _depth_attention(sources, query, scores, **_) -> int:
-    hops = scores[-1] if query is None else query[0]
-    return 2 * (1 if query is None else 2) * len(sources) * hops * math.prod(sources[0])
-
-
-def _lstm(gates, **_) -> int:
-    steps, batch, width = gates
-    return 2 * steps * batch * width * (width // 4)
-
-
 # Backward has two products for each product of forward.
 _FLOPS: dict[str, Callable[..., int]] = {
     "boundary_forward": lambda near, states, **_: 2 * len(near) * math.prod(states[1:]),
@@ -160,24 +147,18 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "attend_rows": lambda **shapes: 2 * _mix_rows(**shapes),
     "attend_pull": lambda **shapes: 5 * _mix_rows(**shapes),
     "pull_rows": lambda **shapes: 2 * _mix_rows(**shapes),
-    "depth_mix_forward": _depth_mix,
-    "depth_mix_backward": lambda **shapes: 2 * _depth_mix(**shapes),
-    "depth_attention_forward": _depth_attention,
-    "depth_attention_backward": lambda **shapes: 2 * _depth_attention(**shapes),
-    "peephole_lstm_forward": lambda f, **_: _lstm(f),
-    "peephole_lstm_backward": _lstm,
 }
 
 
 def _launches(table: str) -> Iterator[Launch]:
-    shared: dict[str, Operand] = {}
+    known: dict[str, dict[str, Operand]] = {}
     for block in table.strip().split("\n\n"):
-        op, text = block.split("\n", 1)
-        defined = dict(shared)
+        heading, text = block.split("\n", 1)
+        op, _, like = heading.partition(" like ")
+        defined = known.get("every op", {}) | known.get(like, {})
         for names, definition in re.findall(r"^    ([\w ]+): (.+)$", text, re.MULTILINE):
             defined |= {name: _operand(name, definition) for name in names.split()}
-        if op == "every op":
-            shared = defined
+        known.setdefault(op, defined)
         for name, signature in re.findall(r"^  (\w+)\(([\w\s,?!]+)\)$", text, re.MULTILINE):
             operands = []
             for word in signature.replace(",", " ").split():
@@ -231,12 +212,9 @@ boundary
       dropout_p, seed?, dx?, dout?, grads!, grad_slot, pull_rows, pull_slots, pulled?, dbranch?!,
       dresidual?!, dweight?!, dnorm_weight?!, dnorm_bias?!, dout_norm_weight?!, dout_norm_bias?!)
 
-boundary
-    states grads: Tensor storage (S, T, D)
+boundary like boundary
     sources: int[] < states, R
-    weight dweight: Tensor compute (R, R) or (R, R, D)
     rows: int[] < R
-    norm_weight norm_bias: Tensor compute (R, D)
     out: Tensor sums (B, T, D)
     out_rows: int[] < out
     grad_slots: int[] < grads
@@ -244,23 +222,13 @@ boundary
   pull_rows(grads, grad_slots, rows, states, sources, weight, norm_weight?, norm_bias?, out!,
       out_rows, accumulate, dweight?!)
 
-attention_boundary
-    branch residual x out dx dout dbranch dresidual: Tensor storage (T, D)
-    states grads: Tensor storage (S, T, D)
-    k: int < states, R
-    near: int[] < states, R
+attention_boundary like boundary
     query dquery: Tensor compute (R, D)
     bias dbias: Tensor compute (R, R)
     kind: str softmax|relu
-    partial pulled: Tensor sums (T, D)
     partial_stats: Tensor compute (2, T)
-    out_norm_weight out_norm_bias dout_norm_weight dout_norm_bias: Tensor compute (D)
     source_rstd: Tensor compute (R, T)
     stats: Tensor compute (R, 3, T)
-    out_mean out_rstd: Tensor compute (T)
-    grad_slot: int < grads
-    pull_rows: int[] < R
-    pull_slots: int[] < grads
   attention_boundary_forward(branch?, residual?, dropout_p, seed?, states!, k, near, query, bias?,
       kind, eps, partial?, partial_stats?, out_norm_weight?, out_norm_bias?, out_eps, out_rms, x?!,
       out?!, source_rstd!, stats?!, out_mean?!, out_rstd?!)
@@ -269,19 +237,13 @@ attention_boundary
       dropout_p, seed?, dx?, dout?, grads!, grad_slot, pull_rows, pull_slots, pulled?, dbranch?!,
       dresidual?!, dquery?!, dbias?!, dout_norm_weight?!, dout_norm_bias?!)
 
-attention_boundary
-    states grads: Tensor storage (S, T, D)
+attention_boundary like attention_boundary
     sources: int[] < states, R
-    query dquery: Tensor compute (R, D)
-    bias dbias: Tensor compute (R, R)
-    kind: str softmax|relu
-    source_rstd: Tensor compute (R, T)
     rows: int[] < R
     out: Tensor sums (B, T, D)
     out_stats: Tensor compute (B, 2, T)
     out_rows: int[] < out
     grad_slots: int[] < grads
-    stats: Tensor compute (R, 3, T)
   attend_rows(states, sources, query, bias?, kind, source_rstd, rows, out!, out_stats?!, out_rows,
       accumulate)
   attend_pull(grads, grad_slots, rows, states, sources, query, bias?, kind, source_rstd, stats?,

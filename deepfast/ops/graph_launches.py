@@ -8,11 +8,10 @@ import functools
 from types import SimpleNamespace
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from deepfast import backend
 from deepfast.launches import LAUNCHES
-from deepfast.ops.register import LIBRARY, launch_flops
+from deepfast.ops.register import LIBRARY, register_launch
 
 
 @functools.cache
@@ -41,7 +40,5 @@ def _op(name: str):
     schema = launch.schema.replace(name, in_graph, 1).replace(") ->", ", str? backend) ->")
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(in_graph, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"deepfast::{in_graph}", lambda *_: None, lib=LIBRARY)
-    packet = getattr(torch.ops.deepfast, in_graph)
-    register_flop_formula(packet)(launch_flops(launch))
-    return packet.default
+    register_launch(in_graph, launch)
+    return getattr(torch.ops.deepfast, in_graph).default

@@ -342,21 +342,17 @@ def _register_decomposition(op: Op) -> None:
     )
 
 
-def launch_flops(launch: Launch) -> Callable:
+def register_launch(name: str, launch: Launch) -> None:
+    """Registers the fake of an op that runs a launch, which returns nothing, and its FLOPs."""
+
     def count(*args, out_shape=None, **named) -> int:
         return launch.flops(**dict(zip(launch.names, args, strict=False)), **named)
 
-    return count
+    torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None, lib=LIBRARY)
+    register_flop_formula(getattr(torch.ops.deepfast, name))(count)
 
 
-def _register_launches() -> None:
-    """Registers the fakes of the compiled launches, which return nothing, and their FLOPs."""
-    if not backend.compiled():
-        return
+if backend.compiled():
     torch.library.register_fake("deepfast::advise_states", lambda _states: None)
-    for name, launch in LAUNCHES.items():
-        torch.library.register_fake(f"deepfast::{name}", lambda *_, **__: None)
-        register_flop_formula(getattr(torch.ops.deepfast, name))(launch_flops(launch))
-
-
-_register_launches()
+    for _launch in LAUNCHES.values():
+        register_launch(_launch.name, _launch)
