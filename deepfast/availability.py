@@ -44,9 +44,6 @@ Device = torch.device | str
 
 C_OPS, WHY_NO_C_OPS = library.load()
 
-emulated = None
-"""In tests, the launches of csrc/cuda compiled for a CPU; the backend cuda then uses them there."""
-
 
 class BackendError(RuntimeError):
     """No backend can run the op, or the requested one cannot."""
@@ -137,14 +134,13 @@ def _no_c_compiler() -> str | None:
 
 
 def _cuda(op: str, device: torch.device, dtype: torch.dtype, dim: int | None) -> str | None:
-    on_cpu = device.type == "cpu" and emulated is not None
     if op == "attention":
-        return None if on_cpu else _not_on("cuda", device)
+        return _not_on("cuda", device)
     if op not in IN_CUDA:
         return f"{op} has no kernel in CUDA C++; with backend='cuda' Triton runs it"
     if dtype == torch.float64:
         return "CUDA kernels compute in float32"
-    if not on_cpu and (reason := _library_with_cuda(device)):
+    if reason := _library_with_cuda(device):
         return reason
     if reason := _triton(op, device, dtype):
         return f"Triton runs its far passes: {reason}"

@@ -61,12 +61,6 @@ def build_info() -> dict:
     return {"missing": availability.WHY_NO_C_OPS} if library is None else dict(library.build_info())
 
 
-def emulate_cuda(launches) -> None:
-    """Makes ``launches`` (a namespace of `torch.ops`, or None) the backend cuda on a CPU."""
-    availability.emulated = launches
-    forget()
-
-
 # ---- reasons -------------------------------------------------------------------------------------
 
 
@@ -82,10 +76,8 @@ def why_not_default(
         reason = rule.why_not(op, backend, gpus, dtype, dim)
         if reason is None and (error := store.error_of(op, backend, device, dtype_name(dtype))):
             reason = f"it failed its check here ({error})"
-    elif backend == "triton":
+    elif backend in ("cuda", "triton"):
         reason = "Triton's interpreter is for tests"
-    elif backend == "cuda":
-        reason = "the emulator is for tests"
     elif backend == "varlen":
         reason = "it has no dropout"
     return reason and f"{reason}; request it with backend={backend!r}"
@@ -121,13 +113,12 @@ def checkable(ops: Iterable[str], device: torch.device) -> list[store.Kernels]:
 
 def launchers(op: str, backend: str) -> dict[str, Launcher]:
     """The launches of ``op`` by ``backend``, unchecked."""
-    if backend in ("cpu", "cuda"):
+    if backend == "cpu":
+        return {name: compiled_launch(getattr(torch.ops.deepfast, name)) for name in OPS[op]}
+    if backend == "cuda":
         # cpu and cuda are one library; the dispatcher chooses by the tensors' device.
-        emulated = availability.emulated if backend == "cuda" else None
-        library = torch.ops.deepfast if emulated is None else emulated
-        names = [name for name in OPS[op] if backend == "cpu" or name in CUDA]
-        compiled = {name: _compiled(getattr(library, name)) for name in names}
-        return compiled if backend == "cpu" else launchers(op, "triton") | compiled
+        compiled = {name: run for name, run in launchers(op, "cpu").items() if name in CUDA}
+        return launchers(op, "triton") | compiled
     if backend == "reference":
         modules = [importlib.import_module(f"deepfast.reference.{op}")]
     else:
@@ -135,7 +126,7 @@ def launchers(op: str, backend: str) -> dict[str, Launcher]:
     return {name: next(getattr(m, name) for m in modules if hasattr(m, name)) for name in OPS[op]}
 
 
-def _compiled(packet) -> Launcher:
+def compiled_launch(packet) -> Launcher:
     # The function inside of an op of torch, which calls the dispatcher, costs less time.
     op = packet.default._op
     return lambda operands: op(*operands)
@@ -201,10 +192,7 @@ def _first_that_serves(
     mode = first_use.mode() if checked else "off"
     for name in checked if mode == "require" else ():
         if error := store.error_of(op, name, device, dtype_name(dtype)):
-            raise BackendError(
-                f"DEEPFAST_SELFCHECK=require: {op} {name} {dtype_name(dtype)}: expected a kernel "
-                f"that is right, got {error}"
-            )
+            raise first_use.required((op, name, dtype_name(dtype)), error)
     for name, reason in reasons.items():
         if reason is None:
             return name, _launches(op, name, check=name in checked and mode != "off")

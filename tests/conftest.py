@@ -141,9 +141,10 @@ def emulated(_emulated_library):
     """The CUDA kernels on this processor: backend "cuda" takes tensors on a CPU."""
     from deepfast import backend
 
-    backend.emulate_cuda(_emulated_library)
-    yield _emulated_library
-    backend.emulate_cuda(None)
+    with pytest.MonkeyPatch.context() as patch:
+        importlib.import_module("tests.cuda.build").emulate(patch.setattr)
+        yield _emulated_library
+    backend.forget()
 
 
 @pytest.fixture

@@ -60,8 +60,9 @@ def compile_ops(architectures: list[str]) -> None:
 
 def emulate_cuda() -> None:
     """Makes the CUDA kernels of tests/cuda's emulator the backend cuda on a CPU."""
-    torch.ops.load_library(importlib.import_module("tests.cuda.build").build())
-    backend.emulate_cuda(torch.ops.deepfast_emulated)
+    emulator = importlib.import_module("tests.cuda.build")
+    torch.ops.load_library(emulator.build())
+    emulator.emulate()
 
 
 def slug(device: str) -> str:

@@ -12,11 +12,9 @@ A check makes no collective call and waits for no other process. So the ranks of
 cannot block each other: each rank checks what it launches.
 """
 
-import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,9 +27,6 @@ from deepfast.reference import accuracy
 from deepfast.selfcheck import operands, store
 
 MODES = ("first-use", "off", "require")
-
-CUDA_OUT_OF_MEMORY = 2
-"""cudaErrorMemoryAllocation"""
 
 
 class _Refused(RuntimeError):
@@ -51,6 +46,13 @@ def mode() -> str:
     return wish
 
 
+def required(kernels: store.Kernels, got: str) -> BackendError:
+    """The error of the mode require."""
+    return BackendError(
+        f"DEEPFAST_SELFCHECK=require: {' '.join(kernels)}: expected a kernel that passes, got {got}"
+    )
+
+
 def why_not_now() -> str | None:
     """Why nothing can be checked at this moment."""
     # The check waits for the GPU and allocates memory. Both would break a capture.
@@ -67,7 +69,8 @@ def why_not_now() -> str | None:
 def out_of_memory(error: Exception) -> bool:
     """Whether memory ran out. Another process may have taken it, so no kernel is at fault."""
     if isinstance(error, torch.AcceleratorError):
-        return getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY
+        # cudaErrorMemoryAllocation
+        return getattr(error, "error_code", None) == 2
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
@@ -88,33 +91,25 @@ def _lost_context(device: torch.device) -> str | None:
 # ---- one check -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Runs the check without the user's autocast and modes, and leaves both unchanged.
-
-    Autocast, dispatch modes (such as a FLOP counter) and the default device are off. Random
-    operands need no gradient and have a generator of their own. All work is on the current stream,
-    in order with the user's.
-    """
-    with (
-        torch.autocast(device.type, enabled=False),
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-    ):
-        yield
-
-
 def fault(
     launch: Launch, run: Launcher, reference: Launcher, call: Any, device: Any, dtype: torch.dtype
 ) -> str | None:
     """The error of a launch on random operands like the record ``call``, which are on ``device``
     with the storage dtype ``dtype``; None if it is correct.
 
+    The user's autocast, modes (such as a FLOP counter) and default device are off in it. Random
+    operands need no gradient and have a generator of their own. All work is on the current stream,
+    in order with the user's.
+
     Raises:
         NoReference: the reference raises an error.
         Exception: what the launch raises.
     """
-    with _undisturbed(device):
+    with (
+        torch.autocast(device.type, enabled=False),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+    ):
         given = operands.like_those_of(launch, call, torch.Generator(device).manual_seed(1))
         plain, exact = operands.copied(given), operands.copied(given, torch.float64)
         try:
@@ -197,8 +192,9 @@ class Checked:
             thread.ask, thread.launched = ask, launched
 
     def _may_run(self, call: Any, variant: tuple) -> bool:
-        """Whether a new variant may run: it is in the file of results, or it passes the check."""
-        if operands.no_elements(self.launch, call):
+        """Whether a new variant may run: it has nothing to compute, it is in the file of results,
+        or it passes the check."""
+        if 0 in operands.sizes_of(self.launch, call).values():
             return True
         index, dtype, *rest = variant
         device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
@@ -212,16 +208,13 @@ class Checked:
             if wrong is None and unknown is None:
                 self.right.add(variant)
                 return True
-        name = " ".join(kernels)
         if mode() == "require":
-            raise BackendError(
-                f"DEEPFAST_SELFCHECK=require: {name}: expected a kernel that passes, got "
-                f"{wrong or f'no check {unknown}'}"
-            )
+            raise required(kernels, wrong or f"no check {unknown}")
         if wrong is None:
             store.tell_once(
-                f"deepfast: {name} cannot be checked {unknown}, so the reference computes this "
-                "call; call the op once beforehand, in eager mode, to check its kernel"
+                f"deepfast: {' '.join(kernels)} cannot be checked {unknown}, so the reference "
+                "computes this call; call the op once beforehand, in eager mode, to check its "
+                "kernel"
             )
         return False
 

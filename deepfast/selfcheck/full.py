@@ -116,12 +116,11 @@ def check(
             store.add(op=op, backend=by, dtype=dtype, error=error, date=date)
         return error is None
 
-    known = [k for k in kernels if k in store.full and k not in store.wrong]
-    for k in () if again or thorough else known:
+    skip = not (again or thorough)
+    known = [k for k in kernels if skip and k in store.full and k not in store.wrong]
+    for k in known:
         say(f"{' '.join(k)}: right on {store.full[k]}; --again checks it again")
-    if not (again or thorough):
-        kernels = [k for k in kernels if k not in known]
-    kernels = sorted(kernels, key=_rank)
+    kernels = sorted(set(kernels) - set(known), key=_rank)
     say(f"{device}: kernels to check, by op, backend and dtype: {len(kernels)}")
     fine, right = True, dict[tuple[str, str], list[str]]()
     if any(op in BOUNDARIES for op, _, _ in kernels):

@@ -1,7 +1,6 @@
 """The operands of a launch: what tells its variants apart, and random ones like those of a call."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -192,8 +191,3 @@ def written(launch: Launch, call: Any) -> dict[str, Tensor]:
         elif o.writes and x is not None:
             results[o.name] = x
     return results
-
-
-def no_elements(launch: Launch, call: Any) -> bool:
-    """Whether a call has nothing to compute."""
-    return math.prod(sizes_of(launch, call).values()) == 0

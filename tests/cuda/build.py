@@ -7,15 +7,17 @@ Loading it (`torch.ops.load_library`) registers `torch.ops.deepfast_emulated`.
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from torch.utils.cpp_extension import include_paths
 
+from deepfast import availability, backend
 from deepfast.build import CSRC, TARGET_VERSION, BuildError, Ninja, compiler, write_headers
 
-__all__ = ["BuildError", "build", "compiler"]
+__all__ = ["BuildError", "build", "compiler", "emulate"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"
@@ -59,6 +61,24 @@ def build(bounds: bool = False) -> Path:
     if done.returncode != 0:
         raise RuntimeError(f"csrc/cuda does not compile over the emulator:\n{done.stdout}")
     return target
+
+
+def emulate(replace: Callable[[object, str, object], None] = setattr) -> None:
+    """Makes the kernels of the loaded library the backend cuda of tensors on a CPU.
+
+    replace: sets an attribute of a module.
+    """
+    cuda, launchers, library = availability._cuda, backend.launchers, torch.ops.deepfast_emulated
+
+    def with_cuda(op, by):
+        names = [name for name in backend.OPS[op] if by == "cuda" and name in backend.CUDA]
+        emulated = {name: backend.compiled_launch(getattr(library, name)) for name in names}
+        return launchers(op, by) | emulated
+
+    replace(availability, "_cuda", lambda op, *at: None if op == "attention" else cuda(op, *at))
+    replace(availability, "_library_with_cuda", lambda device: None)
+    replace(backend, "launchers", with_cuda)
+    backend.forget()
 
 
 def sanitizer() -> str | None:
