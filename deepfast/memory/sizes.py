@@ -84,7 +84,8 @@ class Side(NamedTuple):
         reads, belongs to the connection."""
         # The other sizes change no layer.
         same = replace(self.sizes, num_layers=1, decoder_layers=1, vocab_size=1, length=1)
-        return _layer_parameters(replace(same, tokens=1, target_tokens=1), self.name)
+        same = replace(same, tokens=1, target_tokens=1)
+        return _layer_parameters(self._replace(sizes=same, layers=1, tokens=1))
 
     @property
     def connection_parameters(self) -> int:
@@ -239,7 +240,7 @@ class Sizes:
 
 
 @lru_cache(maxsize=256)
-def _layer_parameters(sizes: Sizes, side: str) -> int:
+def _layer_parameters(side: Side) -> int:
     with torch.device("meta"):
-        (layer,) = next(x for x in sizes.sides if x.name == side).stack(("none",)).layers
+        (layer,) = side.stack(("none",)).layers
     return sum(p.numel() for p in layer.parameters())
