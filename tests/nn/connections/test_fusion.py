@@ -2,23 +2,18 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deepfast.nn import LayerFusion
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
-from deepfast.reference.layer_norm import layer_norm
-from tests.specifications import fusion as reference
+from tests.nn.written_out import assert_same, norm_of, shaken
 
 STATES, DIM, HOPS = 3, 6, 2
 SIZES = {"hops": HOPS, "attention_dim": 7, "hidden_dim": 5}
 
 
 def fusion(kind, **options):
-    """In float64, every parameter away from its init."""
-    made = LayerFusion(STATES, DIM, kind, **SIZES | options).double()
-    with torch.no_grad():
-        for p in made.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return made
+    return shaken(LayerFusion(STATES, DIM, kind, **SIZES | options)).double()
 
 
 def states():
@@ -26,50 +21,34 @@ def states():
 
 
 def written_out(m, z, embedding=None, word_embedding=True, hops=HOPS):
-    """The module in the terms of the reference; and the weights of the layers."""
-
-    def norm(module, x):
-        return layer_norm(x, module.weight, module.bias)[0]
-
+    """The paper's formulas on all states at once; and the weights (L + 1, T, hops or D)."""
     e = m.layer_embedding if embedding is None else embedding[:STATES]
     e = torch.zeros(STATES, DIM).double() if e is None else e
     if not word_embedding:
         z, e = z[1:], e[1:]
     if m.source_norms is not None:
-        z = [*(norm(n, x) for n, x in zip(m.source_norms, z[:-1], strict=True)), z[-1]]
-    tilde, weights = [x + own for x, own in zip(z, e, strict=True)], None
+        z = [*(norm_of(n, x) for n, x in zip(m.source_norms, z[:-1], strict=True)), z[-1]]
+    tilde, weights = torch.stack(z) + e[:, None], None
     if m.fusion_type in WITH_ATTENTION:
-        w1 = [w.weight for w in m.w1] * (len(z) if len(m.w1) == 1 else 1)
-        s = {"tanh": torch.tanh, "relu": torch.relu}[m.activation]
-        weights = reference.attention_weights(z, e, w1, m.w2.weight, s)
+        w1 = torch.stack([w.weight for w in m.w1]).expand(len(z), -1, -1)
+        hidden = getattr(torch, m.activation)(torch.einsum("ltd,lad->lta", tilde, w1))
+        weights = F.linear(hidden, m.w2.weight).softmax(0)
     if m.fusion_type == "average":
-        y = reference.average(tilde)
-    elif m.fusion_type == "channel_attention" and hops is None:
-        y = reference.channel_attention(z, e, weights)
+        parts = tilde.mean(0)
+    elif m.fusion_type == "feed_forward":
+        parts = tilde.transpose(0, 1)
+    elif m.fusion_type == "attention":
+        parts = torch.einsum("lth,ltd->thd", weights, tilde)
     else:
-        if m.fusion_type == "feed_forward":
-            parts = tilde
-        elif m.fusion_type == "attention":
-            parts = reference.attention(z, e, weights)
-        else:
-            each = [w.split(DIM, -1) for w in weights]
-            parts = [reference.channel_attention(z, e, hop) for hop in zip(*each, strict=True)]
-        y = reference.feed_forward(parts, m.up.weight, m.up.bias, m.down.weight, m.down.bias)
-    return norm(m.norm, y), weights
+        parts = (weights.unflatten(-1, (-1, DIM)) * tilde.unsqueeze(2)).sum(0)
+    y = parts.flatten(1)
+    if m.fusion_type != "average" and hops is not None:
+        y = F.linear(F.linear(y, m.up.weight, m.up.bias).relu(), m.down.weight, m.down.bias)
+    return norm_of(m.norm, y), weights
 
 
-def assert_same(m, z, embedding=None, **options):
-    given = () if embedding is None else (embedding,)
-    got, (expected, _) = m(z, *given), written_out(m, z, *given, **options)
-    torch.testing.assert_close(got, expected)
-    leaves = [*z, *m.parameters(), *given]
-    dy, unread = torch.randn_like(got), {"allow_unused": True, "materialize_grads": True}
-    for a, b in zip(
-        torch.autograd.grad(got, leaves, dy, **unread),
-        torch.autograd.grad(expected, leaves, dy, **unread),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+def assert_is_written_out(m, z, *given, **options):
+    assert_same(m(z, *given), written_out(m, z, *given, **options)[0], m, [*z, *given])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -82,13 +61,13 @@ def test_is_the_paper(kind, word_embedding, layer_embeddings, source_norm, backe
     m = fusion(kind, word_embedding=word_embedding, layer_embeddings=layer_embeddings,
                source_norm=source_norm, backend=backend)  # fmt: skip
     assert (m.layer_embedding is not None) == layer_embeddings
-    assert_same(m, states(), word_embedding=word_embedding)
+    assert_is_written_out(m, states(), word_embedding=word_embedding)
 
 
 def test_channels_without_hops_have_no_feed_forward_layer():
     m = fusion("channel_attention", hops=None)
     assert not m.feeds
-    assert_same(m, states(), hops=None)
+    assert_is_written_out(m, states(), hops=None)
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
@@ -105,7 +84,7 @@ def test_a_word_embedding_left_out_has_no_weight(kind):
 @pytest.mark.parametrize("options", [{"shared": False}, {"activation": "relu"}, {"hops": 1}])
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_options_of_attention(kind, options):
-    assert_same(fusion(kind, **options), states())
+    assert_is_written_out(fusion(kind, **options), states())
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
@@ -114,7 +93,7 @@ def test_an_embedding_of_others(kind):
     m = fusion(kind, own_embedding=False)
     assert "layer_embedding" not in dict(m.named_parameters())
     e = torch.randn(STATES + 2, DIM, dtype=torch.float64, requires_grad=True)
-    assert_same(m, states(), e)
+    assert_is_written_out(m, states(), e)
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
@@ -124,7 +103,7 @@ def test_attention_is_returned(kind):
     _, expected = written_out(m, z)
     assert torch.equal(y, m(z))
     assert weights.shape == (5, HOPS if kind == "attention" else HOPS * DIM, STATES)
-    torch.testing.assert_close(weights, torch.stack(expected, -1))
+    torch.testing.assert_close(weights, expected.movedim(0, -1))
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 

@@ -1,12 +1,17 @@
-"""Latent depth alone: draws and losses against the specification."""
+"""Latent depth alone: draws and losses against the formulas.
+
+Li et al., Deep Transformers with Latent Depth, 2020; Jang et al., Categorical Reparameterization
+with Gumbel-Softmax, 2017; Bengio et al., Estimating or Propagating Gradients Through Stochastic
+Neurons, 2013, for hard draws.
+"""
 
 import copy
 
 import pytest
 import torch
+from torch.distributions import Bernoulli, kl_divergence
 
 from deepfast.nn import LatentDepth
-from tests.specifications import latent_depth as spec
 
 LAYERS, LANGUAGES = 5, 3
 
@@ -20,13 +25,18 @@ def latent(**options):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_draws_are_the_specification_s(hard):
+def test_draws_are_rounded_sigmoids_with_the_gradient_of_the_sigmoid(hard):
     module = latent(tau=1.7, hard=hard)
-    u = torch.rand(2, LANGUAGES, LAYERS, dtype=torch.float64)
-    g1, g2 = -torch.log(-torch.log(u))
-    module._noise = lambda: g1 - g2
-    exact = spec.sample(module.logits.detach().double(), u, 1.7, hard)
-    torch.testing.assert_close(module.draw().detach().double(), exact, rtol=1e-5, atol=1e-6)
+    noise = torch.randn(LANGUAGES, LAYERS, dtype=torch.float64)
+    module._noise = lambda: noise
+    logits = module.logits.detach().double().requires_grad_()
+    soft, got = torch.sigmoid((logits + noise) / 1.7), module.draw()
+    want = soft.round() if hard else soft
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    dz = torch.randn_like(soft)
+    (dlogits,) = torch.autograd.grad(got, module.logits, dz.float())
+    (expected,) = torch.autograd.grad(soft, logits, dz)
+    torch.testing.assert_close(dlogits.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_noise_is_a_difference_of_gumbels():
@@ -101,13 +111,15 @@ def test_the_mean_is_that_of_the_draws(options):
         ({"prior": "mean"}, lambda p: p.mean(0)),
     ],
 )
-def test_losses_are_the_specification_s(options, prior):
+def test_losses_are_the_formulas(options, prior):
     module = latent(**options).double()
     p = module.logits.sigmoid()
+    used, priors = p.mean(0), prior(p).expand_as(p)
+    divergence = kl_divergence(Bernoulli(p), Bernoulli(priors))
     for got, exact in (
-        (module.kl(), spec.kl(p, prior(p))),
-        (module.entropy(), spec.entropy(p)),
-        (module.depth(), p.mean(0).sum()),
+        (module.kl(), divergence.sum(1).mean()),
+        (module.entropy(), -(used * used.log()).sum()),
+        (module.depth(), used.sum()),
     ):
         torch.testing.assert_close(got, exact)
         a, b = (torch.autograd.grad(x, module.logits, retain_graph=True)[0] for x in (got, exact))
@@ -130,7 +142,7 @@ def test_weights_of_the_losses_never_fall_below_zero():
     terms = {"kl_weight": 2.0, "entropy_weight": 3.0, "target_weight": 0.5, "target_layers": 2.0}
     module = latent(soft_steps=10, anneal_steps=4, **terms)
     kl, entropy = module.kl().item(), module.entropy().item()
-    target = spec.target(module.logits.detach().sigmoid(), 2.0).item()
+    target = (module.depth().item() - 2) ** 2
     for step, first, second in ((0, 0, 0), (10, 0, 0), (11, 0.25, 0), (14, 1, 0), (15, 1, 0.25),
                                 (18, 1, 1), (500, 1, 1)):  # fmt: skip
         module.set_step(step)
