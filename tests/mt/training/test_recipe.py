@@ -182,6 +182,7 @@ REFUSED = {
         ("model.dim=1000000000000", "model.dim must be at most 2147483647, got 1000000000000"),
         ("model.size=huge", "model.size: expected one of base, big or null, got 'huge'"),
         ("model.dlcl.window=0", "model.dlcl: window must be an integer of at least 1, got 0"),
+        ("model.dlcl.norm=post", "dlcl: norm must be None or the stack's 'pre', got 'post'"),
         ("model.top_encoder_layers=2", "model.top_encoder_layers: expected a field of Transform"),
     ],
     "phrases-latent": [
