@@ -6,11 +6,10 @@ import gc
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
-from tests.nn.written_out import attention_row
+from tests.specifications.connections import PlainHistory
 
 LAYERS, DIM, TOKENS = 9, 12, 5
 CONNECTIONS = {
@@ -38,50 +37,6 @@ def form(norm, weight="scalar", dim=DIM):
     }
 
 
-def applied_weight(m, weight):
-    """W as the design defines it: the pattern, the softmax, the groups. Independent of `DLCL`."""
-    rows = weight.shape[0]
-    row, k = torch.arange(rows).view(-1, 1), torch.arange(rows).view(1, -1)
-    age = row - k
-    mask = (age >= 0) & (age < (m.window or rows)) & (age % m.dilation == 0)
-    mask &= (row % m.period == 0) | (age == 0)
-    mask = mask.view(rows, rows, *(1,) * (weight.dim() - 2))
-    if m.softmax:
-        weight = weight.masked_fill(~mask, -torch.inf).softmax(1)
-    weight = weight.masked_fill(~mask, 0)
-    return weight[..., torch.arange(m.dim) % m.groups] if m.groups else weight
-
-
-class Plain:
-    """In place of a history: keeps what is pushed, and computes every row from all of it.
-
-    dtype: of the arithmetic; None for that of the parameters.
-    """
-
-    def __init__(self, m, dtype=None):
-        self.m, self.pushed = m, []
-        self.p = {name: p if dtype is None else p.to(dtype) for name, p in m.named_parameters()}
-        if isinstance(m, DLCL):
-            w = applied_weight(m, self.p["weight"])
-            self.w = w.unsqueeze(-1) if w.dim() == 2 else w
-
-    def norm(self, x, k):
-        m, p = self.m, self.p
-        if k == 0 and not m.normalize_embedding:
-            return x
-        if m.norm_type == "rms":
-            return F.rms_norm(x, (m.dim,), p["norm_weight"][k], m.eps)
-        return F.layer_norm(x, (m.dim,), p["norm_weight"][k], p["norm_bias"][k], m.eps)
-
-    def push(self, y):
-        m, k = self.m, len(self.pushed)
-        self.pushed.append(self.norm(y, k) if m.norm == "pre" else y)
-        if isinstance(m, AttentionResiduals):
-            return attention_row(m, self.pushed, k)
-        x = (torch.stack(self.pushed) * self.w[k, : k + 1].unsqueeze(1)).sum(0)
-        return self.norm(x, k) if m.norm == "post" else x
-
-
 class Stack(nn.Module):
     """``y_0 = embedding``, ``y_{l+1} = tanh(scale_l * x_{l+1})``, a depth connection between."""
 
@@ -101,11 +56,12 @@ class Stack(nn.Module):
                     p.add_(0.1 * torch.randn_like(p) if key == "norm_bias" else 0)
 
     def plain(self, dtype=None):
-        return Plain(self.depth, dtype)
+        return PlainHistory(self.depth, dtype)
 
     def push(self, y, history, **call):
-        plain = isinstance(history, Plain)
-        return history.push(y) if plain else self.depth(y, history, **call)
+        if isinstance(history, PlainHistory):
+            return history.push(y, **call)
+        return self.depth(y, history, **call)
 
     def layer(self, k, x):
         return torch.tanh(x * self.scales[k].to(x.dtype))
@@ -172,7 +128,7 @@ def _compare_rounded(m, y, g):
     pushed, history = [x.clone().requires_grad_() for x in y], DepthHistory(block=3)
     xs = [m(x, history) for x in pushed]
     grads = torch.autograd.grad(xs, pushed, list(g))
-    exact, plain = y.double().requires_grad_(), Plain(m, torch.float64)
+    exact, plain = y.double().requires_grad_(), PlainHistory(m, torch.float64)
     rows = torch.stack([plain.push(x) for x in exact])
     (dy,) = torch.autograd.grad(rows, exact, g.double())
     for got, want in ((xs, rows), (grads, dy)):
@@ -203,11 +159,6 @@ def no_gc():
         yield
     finally:
         gc.enable()
-
-
-def assert_close(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def assert_equal(got, want):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from deepfast.nn import AttentionResiduals, DepthHistory
-from tests.depth.stack import DIM, Stack, assert_close
-from tests.nn.written_out import attention_row
+from tests.depth.stack import DIM, Stack
+from tests.specifications.connections import attention_row
 
 LAYERS = 5
 FORMS = [
@@ -71,7 +72,7 @@ def test_mean_weights(form):
     for x, continues in zip(v, m.continues, strict=True):
         states.append(x + states[-1] if continues else x)
     for row, x in enumerate(rows(m, v)):
-        torch.testing.assert_close(x, (means[row].unsqueeze(-1) * torch.cat(states)).sum(0, True))
+        assert_close(x, (means[row].unsqueeze(-1) * torch.cat(states)).sum(0, True))
         assert not means[row, row + 1 :].any()
 
 

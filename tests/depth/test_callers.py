@@ -15,7 +15,6 @@ from tests.depth.stack import (
     assert_equal,
     form,
     history,
-    leaf,
     results,
 )
 
@@ -144,23 +143,3 @@ def test_frozen_parameters(backend, norm, trainable):
     names = [n for n, p in stack.named_parameters() if p.requires_grad]
     assert set(got) == {"out", "y", *names}
     assert all(torch.equal(got[name], full[name]) for name in got)
-
-
-@EACH
-@pytest.mark.parametrize("frozen", ["embedding", "connection", "all but layer 5"])
-def test_frozen_layers(backend, name, frozen):
-    stack, y = Stack(name, backend=backend), leaf()
-    want = torch.autograd.grad(stack(y, history()).sum(), [*stack.parameters()])
-    y = y.detach()
-    if frozen != "embedding":
-        stack.depth.requires_grad_(False)
-    if frozen == "all but layer 5":
-        plain, stack.layer = stack.layer, lambda k, x: plain(k, x) if k == 5 else fixed(k, x)
-        fixed = lambda k, x: torch.tanh(x * stack.scales[k].detach())  # noqa: E731
-    leaves = [p for p in stack.parameters() if p.requires_grad]
-    got = torch.autograd.grad(stack(y, history()).sum(), leaves)
-    expected = {id(p): w for p, w in zip(stack.parameters(), want, strict=True)}
-    for p, grad in zip(leaves, got, strict=True):
-        here = slice(5, 6) if frozen == "all but layer 5" else slice(None)
-        assert torch.equal(grad[here], expected[id(p)][here])
-        assert frozen != "all but layer 5" or grad.count_nonzero() == grad[here].count_nonzero()

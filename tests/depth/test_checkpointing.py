@@ -1,4 +1,5 @@
-"""Under checkpointing a push is recomputed from the states of its own pass, or refused."""
+"""Several passes and backwards, and under checkpointing: a push is recomputed from the states of
+its own pass, or refused."""
 
 import pytest
 import torch
@@ -6,24 +7,34 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.nn import DLCL, DepthHistory
-from tests.depth.stack import CONNECTIONS, EACH, MODES, Plain, Stack, assert_equal, history, leaf
+from tests.depth.stack import CONNECTIONS, EACH, MODES, Stack, assert_equal, history, leaf
+from tests.specifications.connections import PlainHistory
 
 LAYERS, DIM, TOKENS = 6, 5, 4
 PUSH = pytest.mark.parametrize("push", ["first", "last"])
 ORDERS = pytest.mark.parametrize("order", ["together", (0, 1), (1, 0)], ids=str)
+WAYS = pytest.mark.parametrize("way", [{}, {"shared": True}, {"checkpointed": False}], ids=str)
 ANOTHER = "another forward pass"
+
+
+def call(f, x):
+    return f(x)
 
 
 class Net(Stack):
     """Layers around a depth connection in float64, each of them checkpointed with a push.
 
     push: whether a checkpointed function begins with a push or ends with one.
+    checkpointed: False calls the functions alone.
     group: layers in a checkpointed function.
     shared: functions refer to ``self.history``, which the next forward pass replaces: a mistake.
     more: p, dropout before each push; nested, a function in a function; options of `checkpoint`.
     """
 
-    def __init__(self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, **more):
+    def __init__(
+        self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, checkpointed=True,
+        **more,
+    ):  # fmt: skip
         super().__init__(name, LAYERS, DIM)
         self.matrices = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(LAYERS))
         del self.scales
@@ -31,6 +42,8 @@ class Net(Stack):
         self.first, self.inplace, self.group, self.shared = push == "first", inplace, group, shared
         self.p, self.nested = more.pop("p", 0.0), more.pop("nested", False)
         self.run = more
+        if not checkpointed:
+            self.wrap = call
 
     def layer(self, k, x):
         return torch.sin(torch.tanh(x @ self.matrices[k]))
@@ -44,10 +57,10 @@ class Net(Stack):
         return checkpoint(f, y, use_reentrant=False, **self.run)
 
     def forward(self, y, history=None):
-        """[y_0, what each function returns, the output]; with a `Plain` nothing is checkpointed."""
+        """[y_0, what each function returns, the output]; in plain torch without checkpoints."""
         own = history or DepthHistory(inplace=self.inplace, block=2)
         self.history = own
-        wrap = (lambda f, x: f(x)) if isinstance(own, Plain) else self.wrap
+        wrap = call if isinstance(own, PlainHistory) else self.wrap
 
         def push(x, k):
             at = self.history if self.shared and isinstance(own, DepthHistory) else own
@@ -137,17 +150,19 @@ def test_a_loss_on_what_one_layer_returns(inplace, push, shared, which):
 @MODES
 @PUSH
 @ORDERS
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("frozen", ["connection", "two layers too", "a layer detaches its input"])
-def test_nodes_that_lead_to_no_boundary(name, inplace, push, frozen, shared, order):
+@WAYS
+@pytest.mark.parametrize(
+    "frozen", ["embedding", "connection", "two layers too", "a layer detaches its input"]
+)
+def test_nodes_that_lead_to_no_boundary(name, inplace, push, frozen, way, order):
     """Boundaries without a gradient to give are not in the graph, and a layer may cut it."""
-    net, ys = Net(push, name, inplace=inplace, shared=shared), [embedding(), embedding()]
+    net, ys = Net(push, name, inplace=inplace, **way), [embedding(), embedding()]
     if frozen == "a layer detaches its input":
         layer = net.layer
         net.layer = lambda k, x: layer(k, x.detach() if k == 3 else x)
     else:
-        net.depth.requires_grad_(False)
-        net.matrices[: 0 if frozen == "connection" else 2].requires_grad_(False)
+        net.depth.requires_grad_(frozen == "embedding")
+        net.matrices[: 2 if frozen == "two layers too" else 0].requires_grad_(False)
         ys = [y.detach() for y in ys]
     check(net, ys, order, [p for p in (*ys, *net.parameters()) if p.requires_grad])
 
@@ -162,18 +177,21 @@ def test_the_newest_pass_may_use_a_shared_history(inplace, push):
     assert_right(torch.autograd.grad(net(ys[1])[-1].square().sum(), leaves), want)
 
 
+@EACH
 @MODES
 @PUSH
-def test_the_output_of_one_pass_feeds_the_next(inplace, push):
+@WAYS
+def test_the_output_of_one_pass_feeds_the_next(name, inplace, push, way):
     """The second pass's gradient flows into the first one's boundaries."""
-    net, y = Net(push, inplace=inplace), embedding()
+    net, y = Net(push, name, inplace=inplace, **way), embedding()
     leaves = [y, *net.parameters()]
     want = torch.autograd.grad(net.in_plain(net.in_plain(y)[-1])[-1].square().sum(), leaves)
-    assert_right(torch.autograd.grad(net(net(y)[-1])[-1].square().sum(), leaves), want)
-    net.shared = True
-    out = net(net(y)[-1])[-1]
-    with pytest.raises(RuntimeError, match=ANOTHER):
-        torch.autograd.grad(out.square().sum(), leaves)
+    loss = net(net(y)[-1])[-1].square().sum()
+    if net.shared:
+        with pytest.raises(RuntimeError, match=ANOTHER):
+            torch.autograd.grad(loss, leaves)
+    else:
+        assert_right(torch.autograd.grad(loss, leaves), want)
 
 
 @PUSH
@@ -213,10 +231,11 @@ def test_a_wrong_index_is_an_error(inplace, push, lie, part):
 @EACH
 @PUSH
 @MODES
+@pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize("before", ["whole", (6, 3), (5, 0), (3, 1), "exception"], ids=str)
-def test_a_second_backward(name, inplace, push, before):
+def test_a_second_backward(name, inplace, push, before, checkpointed):
     """After a whole one, a part, or one that failed half-way."""
-    net, y = Net(push, name, inplace=inplace), embedding()
+    net, y = Net(push, name, inplace=inplace, checkpointed=checkpointed), embedding()
     leaves = [y, *net.parameters()]
     plain, outs = net.in_plain(y), net(y)
     want = torch.autograd.grad(plain[-1].square().sum(), leaves, retain_graph=True)
@@ -246,7 +265,7 @@ def test_a_second_backward(name, inplace, push, before):
 @PUSH
 def test_a_whole_stack_in_one_checkpoint(name, inplace, push):
     net, ys = Net(push, name, inplace=inplace), [embedding(), embedding()]
-    net.wrap = lambda f, x: f(x)
+    net.wrap = call
     leaves = [*ys, *net.parameters()]
 
     def whole(y):
@@ -271,7 +290,7 @@ def test_recomputed_bits(name, inplace, push, p):
         out = net(y)[-1]
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    again, net.wrap = run(), lambda f, x: f(x)
+    again, net.wrap = run(), call
     assert_equal(again, run())
 
 

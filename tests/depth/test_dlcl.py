@@ -11,13 +11,14 @@ from tests.depth.stack import (
     NORMS,
     WEIGHTS,
     Stack,
-    applied_weight,
     assert_rounded_once,
     compare,
     form,
     leaf,
     results,
 )
+from tests.nn.written_out import shaken
+from tests.specifications.connections import PlainHistory, applied_weight
 
 FORMS = list(itertools.product(NORMS, WEIGHTS))
 DEPTHS, WIDTHS = [1, 2, 7, 33, 100], [1, 17, 64, 255, 512]
@@ -92,13 +93,8 @@ def test_agrees_with_options(tolerances, ran, backend, norm, weight, options, bl
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_specification(norm, weight, options):
-    m = DLCL(7, 17, **form(norm, weight, 17) | options).double()
-    plain, states = Stack("dlcl", 7, 17).double(), []
-    plain.depth = m
-    with torch.no_grad():
-        for p in m.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    w, rows = applied_weight(m, m.weight), plain.plain()
+    m, states = shaken(DLCL(7, 17, **form(norm, weight, 17) | options)).double(), []
+    w, plain = applied_weight(m, m.weight), PlainHistory(m)
     for row in range(8):
         y = torch.randn(3, 17, dtype=torch.float64)
         states.append(y)
@@ -106,7 +102,7 @@ def test_the_specification(norm, weight, options):
             states, row, w, norm=m.norm, norm_weight=m.norm_weight, norm_bias=m.norm_bias,
             normalize_embedding=m.normalize_embedding, eps=m.eps, rms=m.norm_type == "rms",
         )  # fmt: skip
-        torch.testing.assert_close(x, rows.push(y), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x, plain.push(y), rtol=1e-12, atol=1e-12)
 
 
 def test_agrees_over_many_tokens(tolerances):

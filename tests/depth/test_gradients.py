@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.testing import assert_close
 
 from tests.depth.stack import (
     DIM,
@@ -13,8 +14,6 @@ from tests.depth.stack import (
     MODES,
     TOKENS,
     Stack,
-    assert_close,
-    assert_equal,
     exact,
     history,
     leaf,
@@ -65,27 +64,6 @@ def test_a_part_after_the_whole(backend, name, row):
         return torch.autograd.grad(xs[row].square().sum(), leaves)
 
     assert_close(*both(stack, y, False, gradients))
-
-
-@EACH
-@pytest.mark.parametrize("part", [(6, 2), (5, 0), (9, 0), (9, None)])
-@MODES
-def test_the_whole_after_a_part(backend, name, inplace, part):
-    """In place gradients have overwritten states, also those that the upper rows still read. None:
-    the first one is whole too."""
-    (stack, y), (top, bottom) = exact(name, backend), part
-    leaves = (y, *stack.parameters())
-    want = torch.autograd.grad(stack(y, history()).square().sum(), leaves)
-    xs = stack.xs(y, history(inplace))
-    below = leaves if bottom is None else xs[bottom]
-    torch.autograd.grad(xs[top].sum(), below, retain_graph=True)
-    if inplace:
-        with pytest.raises(RuntimeError, match=r"second backward.*DepthHistory\(inplace=False\)"):
-            torch.autograd.grad(xs[-1].square().sum(), leaves)
-        return
-    for _ in range(2):
-        got = torch.autograd.grad(xs[-1].square().sum(), leaves, retain_graph=True)
-        assert_equal(got, want)
 
 
 @EACH

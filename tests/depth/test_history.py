@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from deepfast.nn import DLCL, DepthHistory
 from tests.depth.stack import (
     DIM,
     EACH,
@@ -18,9 +18,7 @@ from tests.depth.stack import (
     MODES,
     TOKENS,
     Stack,
-    assert_close,
     assert_equal,
-    exact,
     history,
     leaf,
     no_gc,
@@ -52,26 +50,16 @@ def test_two_forwards_before_a_backward(backend, name, inplace, order):
     assert_close(gradients(xs), want)
 
 
-@EACH
-def test_one_stack_feeding_another(backend, name):
-    """Encoder and decoder: two histories in one graph."""
-    (a, y), (b, _) = exact(name, backend), exact(name, backend)
-    leaves = (y, *a.parameters(), *b.parameters())
-    outs = b(a(y, history()), history()), b(a(y, a.plain()), b.plain())
-    got, want = (torch.autograd.grad(out.sum(), leaves) for out in outs)
-    assert_close(got, want)
-
-
 def test_threads_that_share_a_stack(backend):
     """The first thread that needs a schedule makes it; no thread sees an incomplete one."""
-    exact, y = Stack(layers=30, backend=backend), torch.randn(3, DIM)
-    expected = exact(y, history())
+    first, y = Stack(layers=30, backend=backend), torch.randn(3, DIM)
+    expected = first(y, history())
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(3):
             stack = Stack(layers=30, backend=backend)
-            stack.load_state_dict(exact.state_dict())
+            stack.load_state_dict(first.state_dict())
             with ThreadPoolExecutor(4) as pool:
                 outs = list(pool.map(lambda _, s=stack: s(y, history()), range(4)))
             assert_equal(outs, [expected] * 4)
@@ -184,7 +172,7 @@ def test_where_no_boundary_learns_the_last_push_frees_the_states(backend, inplac
         for k in range(LAYERS):
             x = plain.push(x if k == 0 else torch.tanh(x))
             losses[k] = torch.tanh(x * stack.scales[k]).square().sum()
-        torch.testing.assert_close(grad, torch.autograd.grad(sum(losses), [stack.scales])[0])
+        assert_close(grad, torch.autograd.grad(sum(losses), [stack.scales])[0])
 
 
 class Broken(torch.autograd.Function):
@@ -248,41 +236,3 @@ def test_nothing_is_alive_after_the_step(backend, name, frozen):
         assert alive() is None, "the states outlive backward"
         assert h.nbytes == 0
         assert loss.grad_fn is not None
-
-
-def peak_of(meter, layers, block, *, backward):
-    """Peak bytes, counted in states. The layers are additions, which save nothing."""
-    tokens, dim = 64, 256
-    dlcl, y = DLCL(layers, dim, backend="cpu"), leaf(tokens, dim)
-
-    def step():
-        h = DepthHistory(block=block)
-        x = dlcl(y, h)
-        for _ in range(layers):
-            x = dlcl(x + 1.0, h)
-        loss = x.sum()
-        del x
-        if backward:
-            loss.backward()
-        return loss
-
-    step()
-    y.grad = None
-    dlcl.zero_grad()
-    with meter() as m:
-        step()
-    return m.peak / (tokens * dim * 4)
-
-
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("block", [4, 8])
-def test_memory_is_linear_in_depth(meter, block, backward):
-    """L + 2 states and the blocks' partial sums serve forward and backward together."""
-    depths = (8, 16, 32, 64)
-    peaks = [peak_of(meter, layers, block, backward=backward) for layers in depths]
-    for layers, peak in zip(depths, peaks, strict=True):
-        # Beyond the states: a layer's input, output and gradients, and the norms' gradients
-        # (2 (L + 1) D values, 1/32 of a state for each layer, more than once while they add up).
-        assert peak <= layers + 2 + 3 * block + 6 + layers / 8, peaks
-    slopes = [(peaks[i + 1] - peaks[i]) / (depths[i + 1] - depths[i]) for i in range(3)]
-    assert all(0.9 <= slope <= 1.25 for slope in slopes), slopes

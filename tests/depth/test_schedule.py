@@ -34,43 +34,26 @@ def test_blocks_partition_the_rows():
         assert [k for s, e in seen for k in range(s, e)] == list(range(101))
 
 
-class Reads:
-    """What the launches of a pass read: states in forward, gradients in backward, and the pairs of
-    a row and a state that it reads."""
+def pairs_read(dlcl, history):
+    """Each pair of a row and a state that the launches of a pass read."""
+    x = dlcl(torch.randn(1, 2, requires_grad=True), history)
+    found, launches = {(0, 0)}, history.depth_pass.launch
 
-    def __init__(self, launch):
-        self.calls = []
-        self.launch = SimpleNamespace(**{name: self.kept(name) for name in vars(launch)})
-        self.launches = launch
-
-    def kept(self, name):
+    def noted(name):
         def launch(**operands):
-            self.calls.append((name, operands))
-            getattr(self.launches, name)(**operands)
+            if name == "mix_rows":
+                found.update((row, k) for row in operands["rows"] for k in operands["sources"])
+            elif name == "boundary_forward":
+                found.update((operands["k"], k) for k in operands["near"])
+            getattr(launches, name)(**operands)
 
         return launch
 
-    def pairs(self):
-        """Row 0 was pushed before the launches were kept."""
-        found = {(0, 0)}
-        for name, given in self.calls:
-            if name == "mix_rows":
-                found |= {(row, k) for row in given["rows"] for k in given["sources"]}
-            elif name == "boundary_forward":
-                found |= {(given["k"], k) for k in given["near"]}
-        return found
-
-
-def run(layers, block, **options):
-    dlcl, history = DLCL(layers, 2, **options), DepthHistory(block=block)
-    y = torch.randn(1, 2, requires_grad=True)
-    x = dlcl(y, history)
-    reads = Reads(history.depth_pass.launch)
-    history.depth_pass.launch = reads.launch
-    for _ in range(layers):
+    history.depth_pass.launch = SimpleNamespace(**{name: noted(name) for name in vars(launches)})
+    for _ in range(dlcl.num_layers):
         x = dlcl(torch.tanh(x), history)
     x.sum().backward()
-    return reads, dlcl
+    return found
 
 
 @pytest.mark.parametrize(
@@ -78,5 +61,6 @@ def run(layers, block, **options):
 )
 @pytest.mark.parametrize("block", [1, 4, 100])
 def test_only_the_pattern_is_read(options, block):
-    reads, dlcl = run(20, block, **options)
-    assert reads.pairs() == {(row, k) for row, ks in enumerate(dlcl.pattern) for k in ks}
+    dlcl = DLCL(20, 2, **options)
+    found = pairs_read(dlcl, DepthHistory(block=block))
+    assert found == {(row, k) for row, ks in enumerate(dlcl.pattern) for k in ks}

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.nn.layer_norm import NoNorm
-from deepfast.reference.layer_norm import rms_norm
-from tests.specifications import attention_residuals as reference
+from tests.specifications.connections import PlainHistory
 
 DIM, HEADS = 12, 3
 
@@ -89,45 +88,6 @@ def layer(m, x, n, *given, alpha=1, eps=None):
     return x
 
 
-def attention_row(m, v, row):
-    """Row ``row`` of the attention residuals m over what was pushed, by the reference."""
-    query = m.query * m.scale if m.norm_weight is None else m.query * m.scale * m.norm_weight
-    if m.bias is None and m.window is None:
-        if m.block is None:
-            return reference.full(v, query, row, m.eps)
-        return reference.block(v, query, row, m.reads * m.block, m.eps)
-    # Of running sums each block's last is read, of all states those in the window.
-    states = []
-    for x, continues in zip(v[: row + 1], m.continues, strict=False):
-        states.append(x + states[-1] if continues else x)
-    if m.bias is None:
-        return reference.attend(states[-m.window :], query[row], m.eps)
-    total = 0
-    for k in m.pattern[row]:
-        n, _ = rms_norm(states[k], eps=m.eps)
-        total += ((n * query[row]).sum(-1, keepdim=True) + m.bias[row, k]).relu() * states[k]
-    return total
-
-
-def mixtures(depth, states):
-    """Row after row what a layer reads through a `DLCL`, or None for the plain residual stack."""
-    if depth is None:
-        return states[-1]
-
-    def own_norm(t, k):
-        if k == 0 and not depth.normalize_embedding:
-            return t
-        if depth.norm_type == "rms":
-            return F.rms_norm(t, (DIM,), depth.norm_weight[k], depth.eps)
-        return F.layer_norm(t, (DIM,), depth.norm_weight[k], depth.norm_bias[k], depth.eps)
-
-    row = len(states) - 1
-    z = [own_norm(s, k) if depth.norm == "pre" else s for k, s in enumerate(states)]
-    shares = depth.effective_weight()[row, : row + 1].reshape(row + 1, 1, 1, -1)
-    total = (torch.stack(z) * shares).sum(0)
-    return own_norm(total, row) if depth.norm == "post" else total
-
-
 def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, inputs=None):
     """An encoder, or with ``encoded`` a decoder: every state kept, and summed at every layer.
 
@@ -143,15 +103,15 @@ def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, in
     if attends and c.reads > 1:
         parts = [part for f in m.layers for part in sublayers(f, *given)]
         bodies = [lambda x, n, f=branch: x + f(n) for _, branch in parts]
-    states = [x]
+    history = None if c.depth is None else PlainHistory(c.depth)
     for row in range(len(bodies) + 1):
-        x = attention_row(c.depth, states, row) if attends else mixtures(c.depth, states)
+        x = x if history is None else history.push(x)
         if inputs is not None:
             inputs.append(x)
         n = norm_of(c.norms[row], x) if c.norm == "pre" else x
         if row < len(bodies):
             y = bodies[row](x, n)
-            states.append(y - x if attends else y)
+            x = y - x if attends else y
     return n
 
 

@@ -6,7 +6,8 @@ import torch
 from deepfast.nn import DepthHistory, Packing, TransformerDecoder, TransformerEncoder
 from deepfast.policies import ATTENTION_RESIDUALS
 from deepfast.reference.dropout import dropout
-from tests.nn.written_out import DIM, HEADS, attention_row, naive, shaken
+from tests.nn.written_out import DIM, HEADS, naive, shaken
+from tests.specifications.connections import attention_row
 
 LAYERS, FFN = 5, 16
 PACKING = Packing(2, 4)
