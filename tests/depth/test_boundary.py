@@ -58,7 +58,7 @@ def chain(stack, history, y, *, dropout_p, residual, out_norm, return_x):
 )  # fmt: skip
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["dlcl", "attnres"])
+@pytest.mark.parametrize("name", ["dlcl", "attnres", "block_attnres"])
 def test_equals_plain_torch(ran, kernel_backend, name, dropout_p, residual, out_norm, return_x):
     dtype = torch.float32 if kernel_backend == "cuda" else torch.float64
     stack = Stack(name, LAYERS, DIM, backend=kernel_backend).to(dtype)
