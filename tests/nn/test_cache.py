@@ -4,22 +4,23 @@ import pytest
 import torch
 
 from deepfast.nn import Packing, TransformerDecoder
+from tests.nn.written_out import shaken
 
 DIM, HEADS, FFN, SENTENCES, LENGTH = 8, 2, 12, 5, 4
 PADDING = torch.arange(LENGTH) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
 
 
-@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("window", "kv_heads"), [(None, 2), (2, 1), (0, 2), (99, 1)])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("way", ["steps", "modules", "torch", "swiglu"])
-def test_any_choice_of_hypotheses(way, norm, window):
+def test_any_choice_of_hypotheses(way, norm, window, kv_heads):
     """By the steps of layers; by their modules, which a hook or an activation of torch's ops asks
     for; by torch's attention."""
     torch.manual_seed(0)
     backend = "reference" if way == "torch" else None
-    options = {"norm": norm, "window": window, "backend": backend}
+    options = {"norm": norm, "window": window, "num_kv_heads": kv_heads, "backend": backend}
     options["activation"] = "swiglu" if way == "swiglu" else "relu"
-    decoder = TransformerDecoder(2, DIM, HEADS, FFN, **options).eval()
+    decoder = shaken(TransformerDecoder(2, DIM, HEADS, FFN, **options)).eval()
     calls = []
     if way == "modules":
         for layer in decoder.layers:
@@ -43,7 +44,9 @@ def test_any_choice_of_hypotheses(way, norm, window):
         cache.reorder(index)
     stored = cache.hypotheses.packing.batch
     assert 4 * len(sentences.unique()) > 3 * stored
-    assert all(kv.key_value.shape[0] == stored for kv in cache.layers)
+    # Room for 16 positions of 3 hypotheses; what a window does not reach makes room for others.
+    room = 48 if window in (0, 2) else 164
+    assert {kv.key_value.shape[:2] for kv in cache.layers} == {(stored, room)}
     assert all((step is not None) == (way == "steps") for step in cache.steps)
     assert (way == "modules") == bool(calls)
 

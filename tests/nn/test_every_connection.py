@@ -7,7 +7,7 @@ import torch
 
 from deepfast.connections import CONNECTIONS
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
-from tests.nn.written_out import DIM, HEADS, leaf, shaken
+from tests.nn.written_out import DIM, HEADS, leaf, naive, shaken
 
 STACKS = TransformerEncoder, TransformerDecoder
 SIZES = (4, DIM, HEADS, 20)
@@ -16,6 +16,7 @@ OPTIONS = [
     *({"connection": name, "norm": "pre"} for name in CONNECTIONS),
     *({"connection": name, "norm": "post"} for name, c in CONNECTIONS.items() if not c.pre_norm),
     *({"connection": n, "norm": "pre", "reads": 1} for n, c in CONNECTIONS.items() if c.attends),
+    {"connection": "latent", "norm": "post", "latent": {"evaluation": "mean"}},
     {"connection": "residual", "norm": "deepnorm"},
 ]
 EVERY = pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -33,6 +34,9 @@ def made(kind, options, dropout=0.0):
 def test_decoding_step_by_step_equals_the_whole(options):
     """With hypotheses that change their places."""
     decoder = made(TransformerDecoder, options).eval()
+    if decoder.latent is not None:
+        # The second layer is left out, or its weight is small.
+        decoder.latent.logits.data[0, 1] = -1
     x, encoded = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
     packing, order = Packing.of(3, 5, PADDING), torch.tensor([2, 0, 0])
     want = decoder(x, encoded, None, PADDING)
@@ -64,7 +68,12 @@ def test_states_are_the_inputs_of_the_layers_and_the_last_output(options):
     assert len(states) == 5
     norm = encoder.connection.norms[-1] if options["norm"] == "pre" else lambda x: x
     torch.testing.assert_close(y, norm(states[-1]))
-    if not encoder.connection.parts:
+    if encoder.connection.parts:
+        seen = []
+        naive(encoder, packing.unpack(x), inputs=seen)
+        seen = [packing.pack(one) for one in seen[:: encoder.connection.reads]]
+        torch.testing.assert_close(states, seen, rtol=1e-4, atol=1e-5)
+    else:
         assert all(map(torch.equal, states[:-1], seen[:4]))
 
 
@@ -91,16 +100,19 @@ def test_gradients_flow_from_every_state(options):
 def test_a_padded_batch_equals_each_sentence_alone(options):
     """And what stands at padding does not matter, in forward and in backward."""
     encoder, decoder = (made(kind, options).eval() for kind in STACKS)
-    x, y = torch.randn(3, 5, DIM), torch.randn(3, 5, DIM)
-    bad = x.masked_fill(PADDING.unsqueeze(-1), math.nan).requires_grad_()
-    encoded = encoder(bad, PADDING)
-    out = decoder(y, encoded, PADDING, PADDING)
-    for i, length in enumerate((~PADDING).sum(1).tolist()):
+    # The last sentence is empty.
+    padding = torch.cat((PADDING, torch.ones(1, 5).bool()))
+    x, y = torch.randn(4, 5, DIM), torch.randn(4, 5, DIM)
+    bad = x.masked_fill(padding.unsqueeze(-1), math.nan).requires_grad_()
+    encoded = encoder(bad, padding)
+    out = decoder(y, encoded, padding, padding)
+    for i, length in enumerate((~padding).sum(1).tolist()):
         alone = encoder(x[i : i + 1, :length])
         torch.testing.assert_close(encoded[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
         alone = decoder(y[i : i + 1, :length], alone)
         torch.testing.assert_close(out[i : i + 1, :length], alone, rtol=1e-4, atol=1e-5)
-    assert encoded[PADDING].eq(0).all()
+    assert encoded[padding].eq(0).all()
+    assert out[padding].eq(0).all()
     out.square().sum().backward()
     for t in (bad, *encoder.parameters(), *decoder.parameters()):
         assert t.grad is None or t.grad.isfinite().all()

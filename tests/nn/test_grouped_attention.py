@@ -54,21 +54,3 @@ def test_widths_and_windows():
     m = decoder.layers[0].cross_attention
     assert (m.query.out_features, m.key_value.out_features) == (DIM, 2 * 4)
     assert (decoder.layers[0].attention.window, m.window) == ((4, 4), (-1, -1))
-
-
-# ---- stacks --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [None, 0, 2, 99])
-def test_decoding_keeps_the_window_alone(window):
-    m = shaken(TransformerDecoder(3, DIM, HEADS, FFN, num_kv_heads=2, window=window)).eval()
-    x, encoded = torch.randn(3, 40, DIM), torch.randn(3, LENGTH, DIM)
-    want, packing = m(x, encoded, None, RIGHT), Packing.of(3, LENGTH, RIGHT)
-    with torch.no_grad():
-        cache = m.start(packing.pack(encoded), packing)
-        for t in range(40):
-            got = m.step(x[:, t], cache)
-            torch.testing.assert_close(got, want[:, t], rtol=1e-4, atol=1e-5)
-    # Room for 16 positions at first; what a window does not reach makes room for others.
-    room = 16 if window in (0, 2) else 70
-    assert cache.layers[0].key_value.shape[:2] == (3, room)

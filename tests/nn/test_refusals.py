@@ -272,11 +272,8 @@ def push(x):
     ids=["grad", "grad in vmap", "jacrev"],
 )
 def test_derivatives_by_torch_func(transform):
-    x, one = torch.ones(2, 3, 8), torch.ones(8)
-    with pytest.raises(NotImplementedError, match="layer_norm: expected derivatives by"):
-        transform(lambda x: ops.layer_norm(x, one, one).sum())(x)
     with pytest.raises(NotImplementedError, match="DLCL: expected no transforms, got one"):
-        transform(lambda x: push(x).sum())(x)
+        transform(lambda x: push(x).sum())(torch.ones(2, 3, 8))
 
 
 def test_vmap():

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from deepfast.nn import DepthHistory, Packing, TransformerDecoder, TransformerEncoder
+from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
 from deepfast.policies import ATTENTION_RESIDUALS
-from deepfast.reference.dropout import dropout
-from tests.nn.written_out import DIM, HEADS, naive, shaken
-from tests.specifications.connections import attention_row
+from tests.nn.written_out import DIM, HEADS, shaken
 
 LAYERS, FFN = 5, 16
 PACKING = Packing(2, 4)
@@ -25,20 +23,8 @@ def stack(kind, connection, **options):
 
 @BOTH
 @READS
-def test_states_are_the_inputs_of_the_layers(connection, reads):
-    m, states = stack(TransformerEncoder, connection, reads=reads), []
-    x = torch.randn(2, 4, DIM, dtype=torch.float64)
-    m.forward_packed(PACKING.pack(x), PACKING, states=states)
-    inputs = []
-    naive(m, x, inputs=inputs)
-    for got, expected in zip(states, inputs[::reads], strict=True):
-        torch.testing.assert_close(PACKING.unpack(got), expected)
-
-
-@BOTH
-@READS
-def test_dropout_masks_are_those_of_the_reference(connection, reads):
-    """The boundary drops what a layer or sublayer returns, with the seed of its row."""
+def test_what_a_layer_or_sublayer_returns_is_dropped(connection, reads):
+    """By the push, but not the embedding."""
     m = stack(TransformerEncoder, connection, reads=reads)
     m.connection.dropout = p = 0.5
     seen = []
@@ -49,16 +35,6 @@ def test_dropout_masks_are_those_of_the_reference(connection, reads):
         torch.manual_seed(5)
         m(torch.randn(2, 4, DIM, dtype=torch.float64))
     assert [given["dropout_p"] for _, given in seen] == [0, *[p] * (reads * LAYERS)]
-    # The drawn seeds, and the states that the masks give.
-    residuals, history = m.connection.residuals, DepthHistory()
-    v = torch.randn(residuals.rows, 8, DIM, dtype=torch.float64)
-    torch.manual_seed(7)
-    got = [residuals(x, history, dropout_p=p if k else 0.0) for k, x in enumerate(v)]
-    torch.manual_seed(7)
-    seeds = torch.randint(2**62, (residuals.rows,))
-    dropped = [dropout(x, p if k else 0.0, seeds[k]) for k, x in enumerate(v)]
-    for row, x in enumerate(got):
-        torch.testing.assert_close(x, attention_row(residuals, dropped, row))
 
 
 def test_blocks_are_an_eighth_of_the_layers():
