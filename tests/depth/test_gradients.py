@@ -92,9 +92,6 @@ def test_a_push_after_a_partial_backward_in_place(backend, name):
         stack.push(stack.layer(5, x), h)
 
 
-# ---- what has no gradient ------------------------------------------------------------------------
-
-
 @EACH
 @MODES
 @pytest.mark.parametrize("linear", [False, True])
@@ -150,9 +147,6 @@ def test_parameters_changed_before_backward(backend, name, normalize_embedding):
         assert torch.equal(torch.autograd.grad(loss, y)[0], want)
         with torch.no_grad():
             p.copy_(before)
-
-
-# ---- unusual layers ------------------------------------------------------------------------------
 
 
 @EACH

@@ -80,9 +80,6 @@ def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
     out.sum().backward()
 
 
-# ---- what is alive when -------------------------------------------------------------------------
-
-
 def states(h):
     return weakref.ref(h.depth_pass.states)
 

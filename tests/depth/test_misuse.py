@@ -168,8 +168,6 @@ def test_mean_weights_of_something_else():
             m.mean_weights(pushed)
 
 
-# ---- a parameter that a program has put in the place of a connection's own -----------------------
-
 PARAMETERS = {
     "weight": ("dlcl", {}, (4, 4)),
     "weight of a group": ("dlcl", {"weight_type": "group", "groups": 2}, (4, 4, 2)),

@@ -14,7 +14,7 @@ from deepfast.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from tests.nn.written_out import leaf, shaken
+from tests.nn.written_out import leaf, outcome, shaken
 
 DIM, HEADS, FFN = 16, 2, 24
 
@@ -30,18 +30,10 @@ def compiled(module, backend="aot_eager"):
     return torch.compile(module, fullgraph=True, dynamic=True, backend=counter), counter
 
 
-def compare(parameters, got, want, *inputs):
-    """Two outputs, and the gradients of the inputs and of each output's parameters."""
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    a, b = (
-        torch.autograd.grad(out.square().sum(), [*inputs, *(p for p in each if p.requires_grad)])
-        for out, each in zip((got, want), parameters, strict=True)
-    )
-    for g, h in zip(a, b, strict=True):
-        torch.testing.assert_close(g, h, rtol=1e-4, atol=1e-5)
-
-
-# ---- whole modules -------------------------------------------------------------------------------
+def assert_same(got, want):
+    """Results at first, then gradients."""
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-5)
 
 
 class Stack(torch.nn.Module):
@@ -105,11 +97,11 @@ def test_a_module_is_one_graph(name):
     run, counter = compiled(module)
     # No number of tokens is another size of the model: the compiler makes a guard of equal sizes.
     for length in (5,) if alone else (5, 9):
-        inputs = [leaf(3, length, DIM)]
-        inputs += [leaf(3, 7, DIM)] * isinstance(module, TransformerDecoderLayer)
+        x, encoded = leaf(3, length, DIM), [leaf(3, 7, DIM)]
+        others = encoded if isinstance(module, TransformerDecoderLayer) else []
         # Eager code first: it keeps masks for later calls, and the compiler guards what is kept.
-        want = module(*inputs)
-        compare([list(module.parameters())] * 2, run(*inputs), want, *inputs)
+        want = outcome(module, x, module, *others)
+        assert_same(outcome(run, x, module, *others), want)
         frames.append(counter.frame_count)
     assert frames[0] == frames[-1] > 0
 
@@ -135,12 +127,10 @@ def test_a_whole_stack_under_autocast():
         return stack(x @ torch.eye(DIM), 0.0)
 
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = compiled(run, "eager")[0](x), run(x)
-    assert got.dtype == torch.float32
-    compare([list(stack.parameters())] * 2, got, want, x)
+        got, want = (outcome(each, x, stack) for each in (compiled(run, "eager")[0], run))
+    assert got[0].dtype == torch.float32
+    assert_same(got, want)
 
-
-# ---- layers compiled one by one ------------------------------------------------------------------
 
 STACKS = [
     ("layers", {"connection": "attnres", "recompute": "ffn"}),
@@ -176,18 +166,13 @@ def test_stacks_under_memory_policies(what, options):
         part.compile(fullgraph=True, dynamic=what == "layers", backend=counter)
     for length in (5, 8) if what == "layers" else (5, 5):
         x = leaf(3, length, DIM)
-        got, want = module(x), plain(x)
-        if options["dropout"]:
-            # Their masks differ.
-            got.square().sum().backward()
-        else:
-            assert what == "stack" or torch.equal(got, want)
-            compare([list(m.parameters()) for m in (module, plain)], got, want, x)
+        got, want = (outcome(m, x, m) for m in (module, plain))
+        # Masks of dropout differ.
+        if not options["dropout"]:
+            assert what == "stack" or torch.equal(got[0], want[0])
+            assert_same(got, want)
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0
-
-
-# ---- pushes --------------------------------------------------------------------------------------
 
 
 def test_a_pass_half_traced_is_an_error():
@@ -245,14 +230,14 @@ def test_layers_compiled_one_by_one_may_push(kind, by):
     for layers in (2, 4):
         torch._dynamo.reset()
         stack, x = Pushing(kind, layers, by), leaf(5, DIM)
-        want = stack(x)
+        want = outcome(stack, x, stack)
         counter = CompileCounterWithBackend("aot_eager")
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for layer in stack.layers:
                 layer.compile(backend=counter)
-            got = stack(x)
+            got = outcome(stack, x, stack)
         assert isinstance(stack.history.depth_pass, DepthPass)
-        compare([list(stack.parameters())] * 2, got, want, x)
+        assert_same(got, want)
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0
 

@@ -11,17 +11,13 @@ from deepfast.nn import TransformerEncoder
 
 STACKS = ("pre/none", "post/none", "pre/ffn", "pre/layer+input", "post/layer")
 FORMS = [f"{form}/{stack}" for form in ("ddp", "fsdp") for stack in STACKS]
-FORMS += [
-    f"{form}/attnres/{recompute}" for form in ("ddp", "fsdp") for recompute in ("none", "ffn")
-]
-FORMS += ["fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer"]
+FORMS += ["ddp/attnres/none", "ddp/attnres/ffn", "fsdp/attnres/none", "fsdp/attnres/ffn",
+          "fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer"]  # fmt: skip
 
 
-def encoder(kind, recompute="none"):
+def encoder(kind, recompute="none", **options):
     """kind: the norm, with DLCL; or "attnres", where each sublayer is a call of its layer."""
-    options = {"norm": kind}
-    if kind == "attnres":
-        options = {"connection": kind}
+    options |= {"connection": kind} if kind == "attnres" else {"norm": kind}
     torch.manual_seed(0)
     return TransformerEncoder(4, 16, 2, 24, dropout=0.0, recompute=recompute, **options)
 
@@ -40,36 +36,24 @@ def averaged_grads(module):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
+def assert_averaged(module, plain):
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    torch.testing.assert_close(grads, averaged_grads(plain), rtol=1e-5, atol=1e-6)
+
+
 def ddp(norm, recompute):
     plain, wrapped = encoder(norm), DistributedDataParallel(encoder(norm, recompute))
     for module in (plain, wrapped):
         module(batch()).square().sum().backward()
-    expected = averaged_grads(plain)
-    for name, p in wrapped.module.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert_averaged(wrapped.module, plain)
 
 
 def latent(norm, recompute):
     """Each rank has its own language, skips other layers in evaluation, and has drawn a different
     number of random numbers. Both must draw the same gates."""
-
-    def stack(recompute):
-        torch.manual_seed(0)
-        options = {"languages": 2, "hard": True}
-        return TransformerEncoder(
-            4,
-            16,
-            2,
-            24,
-            connection="latent",
-            norm=norm,
-            dropout=0.0,
-            recompute=recompute,
-            latent=options,
-        )
-
+    options = {"connection": "latent", "latent": {"languages": 2, "hard": True}}
     rank = dist.get_rank()
-    plain, module = stack("none"), stack(recompute)
+    plain, module = encoder(norm, **options), encoder(norm, recompute, **options)
     wrapped = DistributedDataParallel(module)
     torch.rand(1 + rank)
     for step in (1, 2):
@@ -78,9 +62,7 @@ def latent(norm, recompute):
             side.latent.set_step(step)
         plain(batch(), language=rank).square().sum().backward()
         wrapped(batch(), language=rank).square().sum().backward()
-        expected = averaged_grads(plain)
-        for name, p in module.named_parameters():
-            torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert_averaged(module, plain)
         gates = [torch.empty(2, 4) for _ in range(2)]
         dist.all_gather(gates, module.latent.draw().detach())
         assert torch.equal(*gates)

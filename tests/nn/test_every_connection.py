@@ -7,11 +7,10 @@ import torch
 
 from deepfast.connections import CONNECTIONS
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
-from tests.nn.written_out import DIM, HEADS, leaf, naive, shaken
+from tests.nn.written_out import DIM, HEADS, PADDING, leaf, naive, shaken
 
 STACKS = TransformerEncoder, TransformerDecoder
 SIZES = (4, DIM, HEADS, 20)
-PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
 OPTIONS = [
     *({"connection": name, "norm": "pre"} for name in CONNECTIONS),
     *({"connection": name, "norm": "post"} for name, c in CONNECTIONS.items() if not c.pre_norm),

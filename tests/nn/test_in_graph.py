@@ -24,9 +24,6 @@ def _fresh():
     torch._dynamo.reset()
 
 
-# ---- what a graph launches and moves -------------------------------------------------------------
-
-
 class Eager(TorchDispatchMode):
     """The launches of eager code, by their names and lists of slots, and what torch's ops move."""
 
@@ -105,9 +102,6 @@ def test_a_graph_moves_the_states_of_eager_code(kind, layers, capsys):
     with capsys.disabled():
         print(f"\n{kind}, {layers} layers: {graph:.0f} states, {wanted:.0f} in eager code")
     assert graph <= 1.05 * wanted
-
-
-# ---- the same numbers ----------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
@@ -191,8 +185,6 @@ def test_a_copy_of_a_connection_has_its_own_graph():
         run = torch.compile(each.one, fullgraph=True, backend="eager")
         torch.testing.assert_close(run(x), each.one(x), rtol=1e-11, atol=1e-11)
 
-
-# ---- by registered ops ---------------------------------------------------------------------------
 
 PROGRAMS = {
     "dlcl": {}, "attnres": {"reads": 1}, "block_attnres": {},

@@ -88,9 +88,6 @@ def test_on_the_meta_device(case, policy):
     assert all(x.grad.is_meta and x.grad.shape == x.shape for x in inputs)
 
 
-# ---- one layer changes ---------------------------------------------------------------------------
-
-
 class Scaled(nn.Linear):
     """A foreign linear map with a buffer."""
 
@@ -268,9 +265,6 @@ def test_a_mask_may_be_written_to_after_forward(policy):
             mask.zero_()
         results.append(gradients(module, [], y))
     assert_same(*results)
-
-
-# ---- hooks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", RERUN)

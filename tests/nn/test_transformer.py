@@ -15,11 +15,10 @@ from deepfast.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from tests.nn.written_out import DIM, HEADS, assert_same, layer, naive, norm_of, shaken
+from tests.nn.written_out import DIM, HEADS, PADDING, assert_same, layer, naive, norm_of, shaken
 
 FFN, LAYERS = 20, 4
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
-PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
 PADDINGS = pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 KINDS = pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
 OPTIONS = [
@@ -108,9 +107,6 @@ def test_which_backend_runs(backend):
     }
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
 @NORMS
 def test_dropout_of_branches_is_where_it_should_be(norm):
     """With every branch dropped a pre-norm layer is the identity on its residual stream."""
@@ -158,9 +154,6 @@ def test_states_are_in_16_bits_under_autocast(monkeypatch):
     assert made[0].depth_pass.states.dtype == torch.bfloat16
 
 
-# ---- decoding ------------------------------------------------------------------------------------
-
-
 def test_one_encoder_output_for_each_layer():
     torch.manual_seed(2)
     decoder = TransformerDecoder(3, DIM, HEADS, FFN).eval()
@@ -170,9 +163,6 @@ def test_one_encoder_output_for_each_layer():
     torch.testing.assert_close(same, one_each, rtol=0, atol=0)
     other = decoder.forward_packed(x, packing, [encoded, encoded, encoded + 1], packing)
     assert not torch.equal(same, other)
-
-
-# ---- other modules -------------------------------------------------------------------------------
 
 
 def test_replaced_and_hooked_layers_are_called():

@@ -103,14 +103,12 @@ def test_launches_are_the_op_and_its_gradient(lengths, window, heads, dropout_p)
     do = torch.randn_like(o)
     # Without sentences o does not depend on k and v.
     grads = torch.autograd.grad(o, tensors, do, allow_unused=True, materialize_grads=True)
-    expected = (o, lse, *grads)
-
     names = ("o", "lse", "dq", "dk", "dv")
-    got = {name: torch.full_like(x, torch.nan) for name, x in zip(names, expected, strict=True)}
+    expected = dict(zip(names, (o, lse, *grads), strict=True))
+    got = {name: torch.full_like(x, torch.nan) for name, x in expected.items()}
     shared = given(lengths, [x.detach() for x in tensors], **options)
     shared |= {"o": got["o"], "lse": got["lse"]}
     _, launch = backend.choose("attention", "reference", "cpu", torch.float64)
     launch.attention_forward(**shared)
     launch.attention_backward(**shared, dout=do, dq=got["dq"], dk=got["dk"], dv=got["dv"])
-    for name, b in zip(names, expected, strict=True):
-        torch.testing.assert_close(got[name], b)
+    torch.testing.assert_close(got, expected)

@@ -48,16 +48,14 @@ def test_values_and_gradients(layers, count, dim, norm, poison, backend):
         for out in (got, want)
     ]  # fmt: skip
     assert len(got) == len(want) == count
-    for a, b in zip([*got, *grads[0]], [*want, *grads[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([*got, *grads[0]], [*want, *grads[1]], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.exhaustive
 def test_compiled_it_is_one_graph():
     module, states = made(3, 2, 4, "pre", dropout=0.0)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for a, b in zip(module(states, states[-1]), compiled(states, states[-1]), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(compiled(states, states[-1]), module(states, states[-1]))
 
 
 def test_weights_are_shares_and_equal_at_first():
