@@ -29,12 +29,8 @@ def form(norm, weight="scalar", dim=DIM):
     """The options of a DLCL: where its norms are, of which kind, and the shape of its weights."""
     where, _, kind = (norm or "").partition(" ")
     groups = max(1, min(5, dim - 1)) if weight == "group" else None
-    return {
-        "norm": where or None,
-        "norm_type": kind or "layer",
-        "weight_type": weight,
-        "groups": groups,
-    }
+    norms = {"norm": where or None, "norm_type": kind or "layer"}
+    return norms | {"weight_type": weight, "groups": groups}
 
 
 class Stack(nn.Module):
@@ -87,7 +83,7 @@ def results(stack, history, y, dout):
     return {"out": out.detach(), "y": y.grad} | grads
 
 
-def compare(tolerances, stack, dtype=torch.float32, *, y=None, tokens=3, **history):
+def agree(tolerances, stack, dtype=torch.float32, *, y=None, tokens=3, **history):
     """The engine against plain torch in the same dtype and in float64; returns its results.
 
     Rounding errors grow along a chain, and one run may be lucky: over seven embeddings that differ
@@ -141,9 +137,9 @@ def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape or (TOKENS, DIM), dtype=dtype, requires_grad=True)
 
 
-def exact(name, backend, **options):
+def in_float64(name, backend):
     """A stack in float64 and an embedding, for comparisons with the plain form."""
-    return Stack(name, backend=backend, **options).double(), leaf(dtype=torch.float64)
+    return Stack(name, backend=backend).double(), leaf(dtype=torch.float64)
 
 
 def history(inplace=True):

@@ -7,16 +7,7 @@ import torch
 
 from deepfast.nn import DLCL, DepthHistory
 from deepfast.reference.depth_mix import dlcl as specification
-from tests.depth.stack import (
-    NORMS,
-    WEIGHTS,
-    Stack,
-    assert_rounded_once,
-    compare,
-    form,
-    leaf,
-    results,
-)
+from tests.depth.stack import NORMS, WEIGHTS, Stack, agree, assert_rounded_once, form, results
 from tests.nn.written_out import shaken
 from tests.specifications.connections import PlainHistory, applied_weight
 
@@ -46,7 +37,7 @@ OPTIONS = [
 def test_agrees(tolerances, ran, layers, dim, norm, weight):
     stack = Stack("dlcl", layers, dim, backend="cpu", **form(norm, weight, dim))
     with ran("boundary", "cpu"):
-        compare(tolerances, stack)
+        agree(tolerances, stack)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -54,7 +45,7 @@ def test_agrees(tolerances, ran, layers, dim, norm, weight):
 @pytest.mark.parametrize(("norm", "weight"), FORMS)
 def test_agrees_in_16_bits(tolerances, backend, norm, weight, block, dtype):
     stack = Stack("dlcl", 13, 65, backend=backend, **form(norm, weight, 65))
-    compare(tolerances, stack, dtype, tokens=40, block=block)
+    agree(tolerances, stack, dtype, tokens=40, block=block)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -74,7 +65,7 @@ def test_agrees_with_options(tolerances, ran, backend, norm, weight, options, bl
         # then the errors of any two ways to compute a stack differ by more than the rule allows.
         stack.scales *= 0.3
     with ran("boundary", backend):
-        got = compare(tolerances, stack, block=block)
+        got = agree(tolerances, stack, block=block)
     assert ("depth.weight" in got) == options.get("learnable", True)
     outside = torch.ones(12, 12, dtype=torch.bool)
     for row, sources in enumerate(stack.depth.pattern):
@@ -83,7 +74,7 @@ def test_agrees_with_options(tolerances, ran, backend, norm, weight, options, bl
     assert "depth.weight" not in got or got["depth.weight"][outside].eq(0).all()
     # In float64 both forms round alike, so the errors of one are no measure of the other's: the
     # gradient of a weight before a norm, which it cannot change, is nothing but their rounding.
-    y, stack = leaf(3, 17, dtype=torch.float64), stack.double()
+    y, stack = torch.randn(3, 17, dtype=torch.float64), stack.double()
     got, want = (results(stack, h, y, y) for h in (DepthHistory(block=block), stack.plain()))
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-11, msg=name)
@@ -108,7 +99,7 @@ def test_the_specification(norm, weight, options):
 def test_agrees_over_many_tokens(tolerances):
     """Kernels take tokens in chunks, each with its own partial sums."""
     for norm, weight in FORMS:
-        compare(tolerances, Stack("dlcl", 7, 37, **form(norm, weight, 37)), tokens=333, block=3)
+        agree(tolerances, Stack("dlcl", 7, 37, **form(norm, weight, 37)), tokens=333, block=3)
 
 
 # Cases of post-norm where nothing can be compared are left out. A large embedding hides all other
@@ -129,7 +120,7 @@ EXTREMES += [(norm, kind) for norm in ("post", "post rms") for kind in ("tiny", 
 def test_agrees_on_extreme_values(tolerances, backend, norm, kind):
     # Many tokens, so that the rounding of a few means has little weight.
     stack = Stack("dlcl", 6, 65, normalize_embedding=True, backend=backend, **form(norm))
-    compare(tolerances, stack, y=VALUES[kind](torch.randn(60, 65)), block=2)
+    agree(tolerances, stack, y=VALUES[kind](torch.randn(60, 65)), block=2)
 
 
 @pytest.mark.parametrize("softmax", [False, True])

@@ -7,18 +7,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
-from tests.depth.stack import (
-    DIM,
-    EACH,
-    LAYERS,
-    MODES,
-    TOKENS,
-    Stack,
-    exact,
-    history,
-    leaf,
-    no_gc,
-)
+from tests.depth.stack import EACH, LAYERS, MODES, Stack, history, in_float64, leaf, no_gc
 
 ROWS_AND_LEAVES = {
     "the weights alone": lambda xs, y, w: ([xs[-1]], w),
@@ -43,7 +32,7 @@ def both(stack, y, inplace, gradients):
 @MODES
 @pytest.mark.parametrize("part", ROWS_AND_LEAVES)
 def test_a_part_of_a_gradient(backend, name, inplace, part):
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
 
     def gradients(xs):
         rows, leaves = ROWS_AND_LEAVES[part](xs, y, [next(stack.depth.parameters())])
@@ -56,7 +45,7 @@ def test_a_part_of_a_gradient(backend, name, inplace, part):
 @pytest.mark.parametrize("row", [0, 2, 3, 6])
 def test_a_part_after_the_whole(backend, name, row):
     """Rows that the second backward never reaches must give it nothing."""
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
     leaves = (y, next(stack.depth.parameters()))
 
     def gradients(xs):
@@ -69,7 +58,7 @@ def test_a_part_after_the_whole(backend, name, row):
 @EACH
 def test_two_parts_in_place_that_do_not_meet(backend, name):
     """x_9 to x_6, then x_6 to the leaves: allowed in place, and the gradients are right."""
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
 
     def gradients(xs):
         torch.autograd.grad(xs[9].sum(), xs[6], retain_graph=True)
@@ -81,7 +70,7 @@ def test_two_parts_in_place_that_do_not_meet(backend, name):
 @EACH
 def test_a_push_after_a_partial_backward_in_place(backend, name):
     """Backward wrote over states that later rows still read: an error, never wrong numbers."""
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
     h, xs = history(), []
     x = stack.push(y, h)
     for k in range(5):
@@ -96,7 +85,7 @@ def test_a_push_after_a_partial_backward_in_place(backend, name):
 @MODES
 @pytest.mark.parametrize("linear", [False, True])
 def test_double_backward_is_an_error(backend, name, inplace, linear):
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
     out = stack(y, history(inplace))
     loss = out.sum() if linear else out.square().sum()
     with pytest.raises(RuntimeError, match="second derivative"):
@@ -155,8 +144,8 @@ def test_parameters_changed_before_backward(backend, name, normalize_embedding):
 @pytest.mark.parametrize("do", ["learn constants", "are constants", "are skipped"])
 def test_layers_that_ignore_their_input(backend, name, inplace, few, do):
     """Or that are skipped, as in layer drop: what comes out of a push goes into the next one."""
-    stack, y = exact(name, backend)
-    constants = leaf(LAYERS, TOKENS, DIM, dtype=torch.float64)
+    stack, y = in_float64(name, backend)
+    constants = leaf(LAYERS, *y.shape, dtype=torch.float64)
     leaves = (y, *stack.parameters(), *([constants] if do == "learn constants" else []))
     plain, constants = stack.layer, constants if do == "learn constants" else constants.detach()
 
@@ -177,7 +166,7 @@ def test_layers_that_ignore_their_input(backend, name, inplace, few, do):
 @MODES
 def test_a_stack_left_before_its_top(backend, name, inplace):
     """Fewer pushes than rows: the later rows are not part of the pass."""
-    stack, y = exact(name, backend)
+    stack, y = in_float64(name, backend)
     leaves = (y, next(stack.depth.parameters()))
 
     def lower(h):

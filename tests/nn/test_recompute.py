@@ -15,16 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from deepfast.memory import POLICIES
 from deepfast.nn import Packing
 from deepfast.policies import RERUN
-from tests.nn.policies import (
-    BATCH,
-    CASES,
-    DIM,
-    LENGTH,
-    assert_same,
-    forward,
-    gradients,
-    pairs,
-)
+from tests.nn.policies import BATCH, CASES, DIM, LENGTH, assert_same, forward, gradients, pairs
 from tests.nn.policies import stack as any_stack
 
 REFUSED = "recompute policy|modified by an inplace operation"
