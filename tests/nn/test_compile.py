@@ -136,19 +136,15 @@ STACKS = [
     ("layers", {"connection": "attnres", "recompute": "ffn"}),
     ("stack", {"recompute": "layer"}),
 ]
-STACKS += [
-    pytest.param(*case, marks=pytest.mark.exhaustive)
-    for case in (
-        *(
-            ("layers", {"connection": name})
-            for name in ("dlcl", "attnres", "block_attnres", "residual")
-        ),
-        ("layers", {"norm": "post"}),
-        *(("layers", {"recompute": name, "dropout": 0.1}) for name in ("ffn", "layer+input")),
-        *(("layers", {"recompute": name}) for name in ("ffn", "layer", "layer+input")),
-        *(("stack", {"recompute": name}) for name in ("ffn", "layer+input")),
-    )
+CONNECTIONS = ("dlcl", "attnres", "block_attnres", "residual")
+MORE_STACKS = [
+    *(("layers", {"connection": name}) for name in CONNECTIONS),
+    ("layers", {"norm": "post"}),
+    *(("layers", {"recompute": name, "dropout": 0.1}) for name in ("ffn", "layer+input")),
+    *(("layers", {"recompute": name}) for name in ("ffn", "layer", "layer+input")),
+    *(("stack", {"recompute": name}) for name in ("ffn", "layer+input")),
 ]
+STACKS += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_STACKS]
 
 
 @pytest.mark.parametrize(("what", "options"), STACKS, ids=str)

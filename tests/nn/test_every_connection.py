@@ -21,7 +21,7 @@ OPTIONS = [
 EVERY = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
-def made(kind, options, dropout=0.0):
+def shaken_stack(kind, options, dropout=0.0):
     """Parameters away from their start; latent depth uses all layers."""
     module = shaken(kind(*SIZES, dropout=dropout, **options))
     if module.latent is not None:
@@ -32,7 +32,7 @@ def made(kind, options, dropout=0.0):
 @EVERY
 def test_decoding_step_by_step_equals_the_whole(options):
     """With hypotheses that change their places."""
-    decoder = made(TransformerDecoder, options).eval()
+    decoder = shaken_stack(TransformerDecoder, options).eval()
     if decoder.latent is not None:
         # The second layer is left out, or its weight is small.
         decoder.latent.logits.data[0, 1] = -1
@@ -54,7 +54,7 @@ def test_decoding_step_by_step_equals_the_whole(options):
 
 @EVERY
 def test_states_are_the_inputs_of_the_layers_and_the_last_output(options):
-    encoder, states, seen = made(TransformerEncoder, options).eval(), [], []
+    encoder, states, seen = shaken_stack(TransformerEncoder, options).eval(), [], []
     x, packing = torch.randn(8, DIM), Packing(2, 4)
 
     def see(_, args):
@@ -79,7 +79,7 @@ def test_states_are_the_inputs_of_the_layers_and_the_last_output(options):
 @EVERY
 def test_gradients_flow_from_every_state(options):
     """Finite differences along one direction."""
-    encoder = made(TransformerEncoder, options).double().eval()
+    encoder = shaken_stack(TransformerEncoder, options).double().eval()
     packing, weights = Packing(2, 4), torch.randn(5, 8, DIM, dtype=torch.float64)
     x = torch.randn(8, DIM, dtype=torch.float64, requires_grad=True)
 
@@ -98,7 +98,7 @@ def test_gradients_flow_from_every_state(options):
 @EVERY
 def test_a_padded_batch_equals_each_sentence_alone(options):
     """And what stands at padding does not matter, in forward and in backward."""
-    encoder, decoder = (made(kind, options).eval() for kind in STACKS)
+    encoder, decoder = (shaken_stack(kind, options).eval() for kind in STACKS)
     # The last sentence is empty.
     padding = torch.cat((PADDING, torch.ones(1, 5).bool()))
     x, y = torch.randn(4, 5, DIM), torch.randn(4, 5, DIM)
@@ -119,7 +119,7 @@ def test_a_padded_batch_equals_each_sentence_alone(options):
 
 @EVERY
 def test_every_parameter_gets_a_gradient(options):
-    encoder, decoder = (made(kind, options) for kind in STACKS)
+    encoder, decoder = (shaken_stack(kind, options) for kind in STACKS)
     decoder(torch.randn(3, 4, DIM), encoder(torch.randn(3, 5, DIM))).square().sum().backward()
     for module in (encoder, decoder):
         for name, p in module.named_parameters():
@@ -132,7 +132,7 @@ def test_every_parameter_gets_a_gradient(options):
 
 @EVERY
 def test_dropout_follows_mode_and_seed(options):
-    m, x = made(TransformerEncoder, options, dropout=0.5), torch.randn(2, 5, DIM)
+    m, x = shaken_stack(TransformerEncoder, options, dropout=0.5), torch.randn(2, 5, DIM)
 
     def seeded():
         torch.manual_seed(1)
@@ -148,7 +148,7 @@ def test_dropout_follows_mode_and_seed(options):
 
 @EVERY
 def test_autocast(options):
-    m, x = made(TransformerEncoder, options).eval(), leaf(2, 5, DIM)
+    m, x = shaken_stack(TransformerEncoder, options).eval(), leaf(2, 5, DIM)
     with torch.autocast("cpu", torch.bfloat16):
         out = m(x)
     assert out.dtype == torch.bfloat16
@@ -160,7 +160,7 @@ def test_autocast(options):
 
 @EVERY
 def test_no_tokens_and_padding_alone(options):
-    m = made(TransformerEncoder, options)
+    m = shaken_stack(TransformerEncoder, options)
     for shape, padding in (((0, 5), None), ((3, 0), None), ((2, 3), torch.ones(2, 3).bool())):
         x = leaf(*shape, DIM)
         out = m(x, padding)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepfast.nn import TransparentAttention
+from tests.nn.written_out import shaken
 from tests.specifications.transparent_attention import transparent_attention
 
 SIZES = pytest.mark.parametrize(("layers", "count", "dim"), [(1, 3, 5), (6, 2, 13), (35, 1, 8)])
@@ -11,10 +12,7 @@ SIZES = pytest.mark.parametrize(("layers", "count", "dim"), [(1, 3, 5), (6, 2, 1
 
 def made(layers, count, dim, norm, dtype=torch.float64, **options):
     """A module with no parameter at its init, and states with gradient."""
-    module = TransparentAttention(layers, count, dim, norm=norm, **options).to(dtype)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.5 * torch.randn_like(p))
+    module = shaken(TransparentAttention(layers, count, dim, norm=norm, **options)).to(dtype)
     states = [torch.randn(7, dim, dtype=dtype, requires_grad=True) for _ in range(layers + 1)]
     return module, states
 
