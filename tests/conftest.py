@@ -120,12 +120,6 @@ def tolerances():
 
 
 @pytest.fixture(scope="session")
-def written_out():
-    """Transformer layers and stacks in plain PyTorch, for models of its DIM and HEADS."""
-    return importlib.import_module("tests.nn.written_out")
-
-
-@pytest.fixture(scope="session")
 def _emulated_library():
     build = importlib.import_module("tests.cuda.build")
     try:

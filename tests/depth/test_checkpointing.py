@@ -25,25 +25,22 @@ class Net(Stack):
     """Layers around a depth connection in float64, each of them checkpointed with a push.
 
     push: whether a checkpointed function begins with a push or ends with one.
-    checkpointed: False calls the functions alone.
     group: layers in a checkpointed function.
     shared: functions refer to ``self.history``, which the next forward pass replaces: a mistake.
-    more: p, dropout before each push; nested, a function in a function; options of `checkpoint`.
+    more: checkpointed, False calls the functions alone; p, dropout before each push; nested, a
+        function in a function; options of `checkpoint`.
     """
 
-    def __init__(
-        self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, checkpointed=True,
-        **more,
-    ):  # fmt: skip
+    def __init__(self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, **more):
         super().__init__(name, LAYERS, DIM)
         self.matrices = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(LAYERS))
         del self.scales
         self.double()
         self.first, self.inplace, self.group, self.shared = push == "first", inplace, group, shared
         self.p, self.nested = more.pop("p", 0.0), more.pop("nested", False)
-        self.run = more
-        if not checkpointed:
+        if not more.pop("checkpointed", True):
             self.wrap = call
+        self.run = more
 
     def layer(self, k, x):
         return torch.sin(torch.tanh(x @ self.matrices[k]))

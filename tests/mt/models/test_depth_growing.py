@@ -1,5 +1,7 @@
 """Depth growing: the equations, and a frozen bottom that keeps nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,12 +9,13 @@ import torch.nn.functional as F
 from deepfast.mt.models.transformer import sinusoids
 from deepfast.mt.training.optim import GradientNorms
 from tests.mt.models.kinds import GROWING, LABELS, REAL, SOURCE, TARGET, learning, make
+from tests.nn.written_out import naive
 from tests.specifications.depth_growing import depth_growing
 
 SHARED = [name for name in GROWING if name != "three embeddings below"]
 
 
-def specified(model, written_out, source, target):
+def specified(model, source, target):
     """Logits of the shallow and of the deep network for one sentence, in plain PyTorch."""
     bottom = model.bottom
 
@@ -20,31 +23,24 @@ def specified(model, written_out, source, target):
         positions = sinusoids(torch.arange(len(tokens)), 12).to(bottom.embedding.weight)
         return (bottom.embedding.weight[tokens] * 12**0.5 + positions)[None]
 
-    def encoder(m):
-        return lambda x: written_out.naive(m, x)
-
-    def decoder(m):
-        return lambda y, memory: written_out.naive(m, y, memory)
-
     def norm(m):
         return lambda x: F.layer_norm(x, (12,), m.weight, m.bias, m.eps)
 
     norms = None
     if model.config.embedding_norm:
         norms = norm(model.source_norm), norm(model.target_norm)
-    states = depth_growing(
-        embedded(source), embedded(target), encoder(bottom.encoder), decoder(bottom.decoder),
-        encoder(model.encoder), decoder(model.decoder), norms=norms,
-    )  # fmt: skip
+    stacks = bottom.encoder, bottom.decoder, model.encoder, model.decoder
+    written_out = (partial(naive, m) for m in stacks)
+    states = depth_growing(embedded(source), embedded(target), *written_out, norms=norms)
     return [s[0] @ bottom.embedding.weight.T for s in states]
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_both_networks_are_the_papers(name, written_out):
+def test_both_networks_are_the_papers(name):
     """Outputs and all gradients of a padded batch equal those of its sentences one by one."""
     model = make(name)
     rows = [
-        specified(model, written_out, source[source != 0], target[target != 0])
+        specified(model, source[source != 0], target[target != 0])
         for source, target in zip(SOURCE, TARGET, strict=True)
     ]
     shallow, deep = (torch.cat(side) for side in zip(*rows, strict=True))
