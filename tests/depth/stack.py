@@ -20,7 +20,7 @@ CONNECTIONS = {
     "relu": (AttentionResiduals, {"score_function": "relu"}),
 }
 EACH = pytest.mark.parametrize("name", CONNECTIONS)
-MODES = pytest.mark.parametrize("inplace", [True, False])
+INPLACE = pytest.mark.parametrize("inplace", [True, False])
 NORMS = ["pre", "post", "pre rms", "post rms", None]
 WEIGHTS = ["scalar", "group", "vector"]
 

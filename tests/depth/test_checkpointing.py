@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.nn import DLCL, DepthHistory
-from tests.depth.stack import CONNECTIONS, EACH, MODES, Stack, assert_equal, history, leaf
+from tests.depth.stack import CONNECTIONS, EACH, INPLACE, Stack, assert_equal, history, leaf
 from tests.specifications.connections import PlainHistory
 
 LAYERS, DIM, TOKENS = 6, 5, 4
@@ -120,7 +120,7 @@ FORMS = [
 
 
 @EACH
-@MODES
+@INPLACE
 @ORDERS
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("part", ["all", "matrices"])
@@ -132,7 +132,7 @@ def test_two_passes_at_once(name, inplace, push, order, part, form, shared):
     check(net, ys, order, [*ys, *net.parameters()] if part == "all" else [*net.matrices])
 
 
-@MODES
+@INPLACE
 @PUSH
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("which", [0, 1, 4, LAYERS])
@@ -143,7 +143,7 @@ def test_a_loss_on_what_one_layer_returns(inplace, push, shared, which):
 
 
 @EACH
-@MODES
+@INPLACE
 @PUSH
 @ORDERS
 @WAYS
@@ -163,7 +163,7 @@ def test_nodes_that_lead_to_no_boundary(name, inplace, push, frozen, way, order)
     check(net, ys, order, [p for p in (*ys, *net.parameters()) if p.requires_grad])
 
 
-@MODES
+@INPLACE
 @PUSH
 def test_the_newest_pass_may_use_a_shared_history(inplace, push):
     net, ys = Net(push, inplace=inplace, shared=True), [embedding(), embedding()]
@@ -174,7 +174,7 @@ def test_the_newest_pass_may_use_a_shared_history(inplace, push):
 
 
 @EACH
-@MODES
+@INPLACE
 @PUSH
 @WAYS
 def test_the_output_of_one_pass_feeds_the_next(name, inplace, push, way):
@@ -193,7 +193,7 @@ def test_the_output_of_one_pass_feeds_the_next(name, inplace, push, way):
 @PUSH
 @pytest.mark.parametrize("lie", ["late", "counted", "one below"])
 @pytest.mark.parametrize("part", ["all", "last matrix", "matrices"])
-@MODES
+@INPLACE
 def test_a_wrong_index_is_an_error(inplace, push, lie, part):
     """Recomputation passes the index of another push."""
     net, y, done, calls = Net(push, inplace=inplace), embedding(), [], []
@@ -226,7 +226,7 @@ def test_a_wrong_index_is_an_error(inplace, push, lie, part):
 
 @EACH
 @PUSH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize("before", ["whole", (6, 3), (5, 0), (3, 1), "exception"], ids=str)
 def test_a_second_backward(name, inplace, push, before, checkpointed):
@@ -257,7 +257,7 @@ def test_a_second_backward(name, inplace, push, before, checkpointed):
 
 
 @EACH
-@MODES
+@INPLACE
 @PUSH
 def test_a_whole_stack_in_one_checkpoint(name, inplace, push):
     net, ys = Net(push, name, inplace=inplace), [embedding(), embedding()]
@@ -272,7 +272,7 @@ def test_a_whole_stack_in_one_checkpoint(name, inplace, push):
 
 
 @EACH
-@MODES
+@INPLACE
 @PUSH
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_recomputed_bits(name, inplace, push, p):

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
-from tests.depth.stack import EACH, LAYERS, MODES, Stack, history, in_float64, leaf, no_gc
+from tests.depth.stack import EACH, INPLACE, LAYERS, Stack, history, in_float64, leaf, no_gc
 
 ROWS_AND_LEAVES = {
     "the weights alone": lambda xs, y, w: ([xs[-1]], w),
@@ -29,7 +29,7 @@ def both(stack, y, inplace, gradients):
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("part", ROWS_AND_LEAVES)
 def test_a_part_of_a_gradient(backend, name, inplace, part):
     stack, y = in_float64(name, backend)
@@ -82,7 +82,7 @@ def test_a_push_after_a_partial_backward_in_place(backend, name):
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("linear", [False, True])
 def test_double_backward_is_an_error(backend, name, inplace, linear):
     stack, y = in_float64(name, backend)
@@ -139,7 +139,7 @@ def test_parameters_changed_before_backward(backend, name, normalize_embedding):
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("few", [{3}, {0}, {8}, {2, 3, 4}, {1, 4, 5, 8}, set(range(9))], ids=str)
 @pytest.mark.parametrize("do", ["learn constants", "are constants", "are skipped"])
 def test_layers_that_ignore_their_input(backend, name, inplace, few, do):
@@ -163,7 +163,7 @@ def test_layers_that_ignore_their_input(backend, name, inplace, few, do):
 
 
 @EACH
-@MODES
+@INPLACE
 def test_a_stack_left_before_its_top(backend, name, inplace):
     """Fewer pushes than rows: the later rows are not part of the pass."""
     stack, y = in_float64(name, backend)

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from tests.depth.stack import DIM, EACH, LAYERS, MODES, TOKENS, Stack, history, leaf, no_gc
+from tests.depth.stack import DIM, EACH, INPLACE, LAYERS, TOKENS, Stack, history, leaf, no_gc
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("order", ["together", (0, 1), (1, 0)], ids=str)
 def test_two_forwards_before_a_backward(backend, name, inplace, order):
     """Pushed layer by layer, first one and then the other."""
@@ -74,7 +74,7 @@ def states(h):
 
 
 @EACH
-@MODES
+@INPLACE
 def test_a_backward_that_never_comes(backend, name, inplace):
     stack, y = Stack(name, backend=backend), leaf()
     with no_gc():
@@ -111,7 +111,7 @@ def test_a_pass_given_up_half_way(backend, learning):
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_last_push_frees_the_states(backend, name, inplace, context):
     """The caller keeps the history and the output."""
@@ -131,7 +131,7 @@ def test_without_gradients_the_last_push_frees_the_states(backend, name, inplace
             stack.push(x, h)
 
 
-@MODES
+@INPLACE
 @pytest.mark.parametrize("checkpointed", [None, False, True])
 def test_where_no_boundary_learns_the_last_push_frees_the_states(backend, inplace, checkpointed):
     """Nothing learns (None), or a loss beside each layer alone."""
@@ -172,7 +172,7 @@ class Broken(torch.autograd.Function):
 
 
 @EACH
-@MODES
+@INPLACE
 @pytest.mark.parametrize("where", ["forward", "checkpointed forward", "backward"])
 def test_an_exception_in_a_layer(backend, name, inplace, where):
     stack, y = Stack(name, backend=backend), leaf()
