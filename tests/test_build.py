@@ -72,7 +72,6 @@ COMPACT = [
     "tests/ops/test_dropout.py::test_the_mask_is_the_references",
     "tests/ops/test_activation.py::test_gelu_on_a_cpu_is_exact_to_a_few_units",
     "tests/ops/test_attention.py::test_agrees",
-    "tests/ops/test_attention.py::test_dropout_by_seed",
     "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
     "tests/depth/test_boundary.py::test_agrees",
     "tests/depth/test_dlcl.py::test_agrees_in_16_bits",

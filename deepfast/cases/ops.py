@@ -189,12 +189,12 @@ def depth_mix_sums(name: str, rows: Rows, count: int, sums: int = 2) -> Case:
     return Case(name, "depth_attention", given, run, plain, how, flops=flops)
 
 
-def attend(sources, query=None, scores=None, norm_weight=None, *, lse: bool = True):
+def attend(sources, query=None, scores=None, norm_weight=None, *, norm=True, lse=True):
     """Stack, normalise, score, softmax, sum: the published form of attention over depth."""
     v = torch.stack(list(sources), -2)
     if scores is None:
         q = query if norm_weight is None else query * norm_weight
-        n = F.rms_norm(v, v.shape[-1:], eps=RMS_EPS)
+        n = F.rms_norm(v, v.shape[-1:], eps=RMS_EPS) if norm else v
         scores = n @ q.mT if q.dim() == 2 else n @ q
     many = scores.dim() == v.dim()
     s = scores if many else scores.unsqueeze(-1)
@@ -207,23 +207,26 @@ def attend(sources, query=None, scores=None, norm_weight=None, *, lse: bool = Tr
 
 
 def depth_attention(
-    name: str, rows: Rows, count: int, hops: int | None = 1, *, scored=False, gain=True, lse=True
+    name: str, rows: Rows, count: int, hops=1, *, scored=False, norm=True, gain=True, lse=True
 ) -> Case:
-    """Attention by ``hops`` queries, or one without an axis; ``scored``: by given scores."""
+    """Attention by ``hops`` queries, or, with None, by one without an axis. ``scored``: by given
+    scores. ``gain``: whether the norm has one; "apart" for one of each hop."""
     many = () if hops is None else (hops,)
     given = _sources(rows, count)
     if scored:
         given["scores"] = values(*rows.lead, count, *many)
     else:
         given["query"] = Computed(torch.randn(*many, rows.dim) / rows.dim**0.5)
-        given |= {"norm_weight": gains(rows.dim)} if gain else {}
+        if gain:
+            given["norm_weight"] = gains(*(many if gain == "apart" else ()), rows.dim)
 
     def run(query=None, scores=None, norm_weight=None, *, backend=None, **sources):
-        options = {"norm_weight": norm_weight, "return_lse": lse, "backend": backend}
+        options = {"norm_type": "rms" if norm else None, "norm_weight": norm_weight}
+        options |= {"return_lse": lse, "backend": backend}
         return ops.depth_attention(list(sources.values()), query, scores=scores, **options)
 
     def plain(_, query=None, scores=None, norm_weight=None, **sources):
-        return attend(sources.values(), query, scores, norm_weight, lse=lse)
+        return attend(sources.values(), query, scores, norm_weight, norm=norm, lse=lse)
 
     state, results = rows.tokens * rows.dim, hops or 1
     # The scores and the sum.
@@ -276,6 +279,7 @@ def feed_forward_calls(s: Sizes) -> Iterator[Case]:
             p = 0.0 if name == "aligned" else 0.3
             yield feed_forward(f"{kind}, {name}", rows, 21, kind, p=p)
     yield feed_forward("RMS norm", s.rows(s.odd), 21, rms=True, p=0.3)
+    yield feed_forward("without residual", s.rows(s.odd), 21, residual=False)
 
 
 def depth_mix_calls(s: Sizes) -> Iterator[Case]:
@@ -294,6 +298,10 @@ def depth_attention_calls(s: Sizes) -> Iterator[Case]:
     for (name, rows), hops in zip(s.four(), (1, 4, None, 1), strict=True):
         yield depth_attention(f"{name}, {hops or 'no'} hops", rows, 7, hops)
     yield depth_attention("without a gain", s.rows(s.odd), 3, None, gain=False)
+    yield depth_attention("a gain for each hop", s.rows(s.odd), 3, 2, gain="apart")
+    for hops in (None, 3):
+        name, given = f"no norm, {hops or 'no'} hops", {"norm": False, "gain": False}
+        yield depth_attention(name, s.rows(s.odd), 7, hops, **given)
     for hops in (None, 2):
         name = f"scores, {hops or 'no'} hops"
         yield depth_attention(name, s.rows(s.misfit), 5, hops, scored=True)

@@ -27,6 +27,8 @@ class Heads(NamedTuple):
     width: int
     group: int = 1
     """How many heads share one of the keys."""
+    scale: float | None = None
+    """Of the scores; None for width**-0.5."""
 
 
 Lengths = Sequence[int]
@@ -42,6 +44,7 @@ def attention(
     given: dict = {n: Rows(lead, heads.width, apart=8).random() for n, lead in shape.items()}
     there = case.on_devices(offsets(queries, "cpu"), offsets(keys, "cpu"))
     options: dict = {"causal": causal, "window": window, "dropout_p": p, "seed": SEED}
+    options["scale"] = heads.scale
     options |= {"max_seqlen_q": max(queries, default=0), "max_seqlen_k": max(keys, default=0)}
 
     def run(q, k, v, *, backend=None):
@@ -57,7 +60,7 @@ def attention(
 
     def plain(_, q, k, v):
         (q, of_q), (k, of_k), (v, _) = padded(q, queries), padded(k, keys), padded(v, keys)
-        out = F.scaled_dot_product_attention(q, k, v, of_k[:, None, None])
+        out = F.scaled_dot_product_attention(q, k, v, of_k[:, None, None], scale=heads.scale)
         return out.transpose(1, 2)[of_q]
 
     # SDPA's padded form has no windows, and another dropout mask.

@@ -41,28 +41,6 @@ def test_scores_far_from_zero(exact_backend, offset):
     assert_agrees(case, exact_backend)
 
 
-@pytest.mark.parametrize("hops", [None, 3])
-def test_without_the_norm(exact_backend, hops):
-    """The scores are products of queries and sources."""
-    sources, given = operands(7, (9, 33), hops, "query")
-    leaves = {f"x{k}": s.double() for k, s in enumerate(sources)}
-    leaves["query"] = given["query"].double()
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-
-    def ours(query, **sources):
-        given = {"norm_type": None, "return_lse": True, "backend": exact_backend}
-        return depth_attention(list(sources.values()), query, **given)
-
-    def plain(query, **sources):
-        stack = torch.stack(list(sources.values()), -2)
-        scores = stack @ query.mT if query.dim() == 2 else stack @ query
-        return plain_form(sources.values(), scores=scores)
-
-    got, want = (differentiate(form, leaves, torch.float64) for form in (ours, plain))
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], msg=name)
-
-
 @pytest.mark.parametrize("scale", [1e15, 1e-15])
 def test_extreme_sources(exact_backend, scale):
     """With an eps that fits them, the weights are those of the sources without the scale."""
@@ -70,17 +48,6 @@ def test_extreme_sources(exact_backend, scale):
     got = depth_attention([s * scale for s in sources], **given, eps=1e-36, backend=exact_backend)
     exact = plain_form([s.double() for s in sources], **{n: x.double() for n, x in given.items()})
     torch.testing.assert_close(got.double() / scale, exact[0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_gain_for_each_hop(exact_backend):
-    sources, given = operands(4, (6, 10), 3, "query")
-    gain = 1 + 0.3 * torch.randn(3, 10)
-    got = depth_attention(sources, **given, norm_weight=gain, backend=exact_backend)
-    for h in range(3):
-        alone = depth_attention(
-            sources, given["query"][h], norm_weight=gain[h], backend=exact_backend
-        )
-        torch.testing.assert_close(got[:, h], alone)
 
 
 def test_a_source_left_out(exact_backend):
@@ -147,17 +114,3 @@ def test_merged_results_are_those_of_all_sources(exact_backend, hops):
     exact = torch.autograd.grad((whole, whole_lse), leaves, (dout, dlse))
     for g, e in zip(got, exact, strict=True):
         torch.testing.assert_close(g, e)
-
-
-def test_memory_is_that_of_the_results(meter):
-    """Nothing is stacked, and backward allocates only the gradients."""
-    sources, given = operands(40, (100, 256), None, "query")
-    with meter() as m:
-        out = depth_attention(sources, **given, backend="cpu")
-    statistics = 3 * 100 * 4
-    assert m.peak <= out.nbytes + statistics + 10_000
-    leaves = [s.requires_grad_() for s in sources]
-    with meter() as m:
-        out = depth_attention(leaves, **given, backend="cpu")
-        out.backward(torch.ones_like(out))
-    assert m.peak <= (40 + 2) * out.nbytes + statistics + 20_000

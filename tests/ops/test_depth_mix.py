@@ -47,22 +47,22 @@ def test_one_tensor_as_several_sources(exact_backend):
     torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_memory_is_that_of_the_results(meter, several):
+@pytest.mark.parametrize("op", ["depth_mix", "depth_mix_sums", "attention_residual"])
+def test_memory_is_that_of_the_results(meter, op):
     """Nothing is stacked, and nothing normalised is stored."""
-    make, rows = ops.depth_mix_sums if several else ops.depth_mix, Rows((100,), 256)
-    case = make("", rows, 40)
+    case = getattr(ops, op)("", Rows((100,), 256), 40)
     leaves = case.leaves(torch.float32, torch.float32)
     with meter() as m:
         out = case.run(**leaves, backend="cpu")
-    # Of each source and token two statistics, or the weights of two sums.
-    numbers = 2 * 40 * 100 * 4
+    # Of each source and token two statistics, or the weights of two sums; of a softmax three of
+    # each token.
+    numbers = (3 if op == "attention_residual" else 2 * 40) * 100 * 4
     assert m.peak <= out.nbytes + numbers + 10_000
     dout, gradients = torch.ones_like(out), sum(x.nbytes for x in leaves.values())
     with meter() as m:
         out.backward(dout)
     # Of the weights their copies again, and the gradients of these.
-    assert m.peak <= gradients + 2 * numbers * several + 20_000
+    assert m.peak <= gradients + 2 * numbers * (op == "depth_mix_sums") + 20_000
 
 
 def test_one_dimensional_sources(backend):

@@ -110,7 +110,7 @@ def test_strides_change_nothing(backend, name, view):
     assert equal([a.reshape(b.shape) for a, b in zip(got, expected, strict=True)], expected)
 
 
-@pytest.mark.parametrize("name", [*ROWS, "peephole_lstm"])
+@pytest.mark.parametrize("name", [*ROWS, "attention", "peephole_lstm"])
 def test_gradients_that_are_expanded(backend, name):
     c = Call(name, backend)
     out = c.run(*c.leaves)

@@ -91,8 +91,6 @@ def test_without_residual_and_biases():
         F.relu(F.linear(F.layer_norm(x, (8,)), leaves["up_weight"])), leaves["down_weight"]
     )
     torch.testing.assert_close(out, expected)
-    (got,) = torch.autograd.grad(out.square().sum(), x)
-    torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
 def test_return_norm_gives_the_norm_in_place_of_the_sum():

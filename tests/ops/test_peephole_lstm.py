@@ -27,17 +27,6 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
     assert all(equal(again, found[0]) for again in found)
 
 
-def test_no_states_are_zeros_and_no_lengths_the_longest(backend):
-    T, B, H = 3, 5, 6
-    f, weight, peephole, *_ = operands(T, B, H)
-    bare = peephole_lstm(f, weight, peephole, backend=backend)
-    zeros = torch.zeros(B, H)
-    full = peephole_lstm(
-        f, weight, peephole, h0=zeros, c0=zeros, lengths=torch.full((B,), T), backend=backend
-    )
-    assert all(torch.equal(a, b) for a, b in zip(bare, full, strict=True))
-
-
 def test_steps_one_by_one_are_the_whole(backend):
     """The caller carries the state, like a decoder."""
     f, weight, peephole, h, c = operands(5, 3, 9)
