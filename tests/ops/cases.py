@@ -9,10 +9,11 @@ from deepfast import ops as public
 from deepfast.cases import check, ops, sentences
 from deepfast.cases.case import Case, Rows, differentiate, masked, tuple_of
 from deepfast.ops.add_dropout import add_dropout_op
+from deepfast.ops.common import draw_seed
 from tests.tolerances import assert_accurate
 
 T, D, K, N = 5, 16, 3, 7
-P, SEED = 0.3, 11
+P = 0.3
 
 
 def _packed(name, rows, p):
@@ -25,10 +26,11 @@ def _packed(name, rows, p):
 
 def _sum(name, rows, p):
     def run(x, residual, backend):
-        return add_dropout_op(x, residual, p, torch.tensor(SEED), backend)
+        seed = draw_seed("add_dropout", ops.SEED, x.device)
+        return add_dropout_op(x, residual, p, seed, backend)
 
     def plain(dropout, x, residual):
-        return residual + dropout(x, p, SEED)
+        return residual + dropout(x, p, ops.SEED)
 
     operands = {"x": rows.random(), "residual": rows.random()}
     return Case(name=name, op="boundary", operands=operands, run=run, plain=plain)
@@ -119,8 +121,8 @@ def of_any_length(name, backend, p):
         tokens = q.shape[0]  # len(q) would be a constant of an exported program.
         lengths = torch.tensor([0, 2, tokens], dtype=torch.int32)
         options = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": True, "window": 1}
-        options |= {"max_seqlen_q": tokens, "max_seqlen_k": tokens, "dropout_p": p, "seed": SEED}
-        return public.attention(q, k, v, **options, backend=backend)
+        options |= {"max_seqlen_q": tokens, "max_seqlen_k": tokens, "dropout_p": p}
+        return public.attention(q, k, v, **options, seed=ops.SEED, backend=backend)
 
     def linear_cross_entropy(x, weight, bias):
         target = torch.arange(x.shape[0]) % N

@@ -1,6 +1,7 @@
 """Arguments that ops refuse, each with one sentence that begins with the op's name."""
 
 import math
+import re
 from inspect import signature
 
 import pytest
@@ -19,21 +20,23 @@ LENGTHS = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, "max_seqle
 NORM = {"norm_weight": ROW, "norm_bias": ROW}
 UP = {"up_weight": ones(21, 4), "up_bias": ones(21)}
 BLOCK = UP | {"down_weight": ones(11, 21), "down_bias": ones(11)}
+LOSS = {"target": TARGET, "linear_bias": ones(7)}
+STATES = {"h0": ones(3, 2), "c0": ones(3, 2), "lengths": torch.tensor([2, 1, 0])}
 GIVEN = {
     "layer_norm": {"x": X, "weight": ROW, "bias": ROW},
     "add_layer_norm": {"x": X, "residual": X, "weight": ROW, "bias": ROW},
     "rms_norm": {"x": X, "weight": ROW},
     "add_rms_norm": {"x": X, "residual": X, "weight": ROW},
-    "activation": {"h": X, "activation": "relu"},
-    "norm_linear": {"x": X} | NORM | {"weight": ones(11, 4)},
-    "add_norm_linear": {"x": X, "residual": X} | NORM | {"weight": ones(11, 4)},
-    "feed_forward": {"x": X} | NORM | BLOCK,
-    "depth_mix": {"sources": [X, X], "weight": ones(2)},
+    "activation": {"h": X, "activation": "relu", "bias": ROW},
+    "norm_linear": {"x": X} | NORM | {"weight": ones(11, 4), "bias": ones(11)},
+    "add_norm_linear": {"x": X, "residual": X} | NORM | {"weight": ones(11, 4), "bias": ones(11)},
+    "feed_forward": {"x": X} | NORM | BLOCK | {"residual": X},
+    "depth_mix": {"sources": [X, X], "weight": ones(2)} | dict.fromkeys(NORM, ones(2, 4)),
     "depth_attention": {"sources": [X, X], "query": ROW},
-    "attention_residual": {"query": ROW, "residuals": [X, X]},
+    "attention_residual": {"query": ROW, "residuals": [X, X], "output_rms_weight": ROW},
     "attention": {"q": Q, "k": Q, "v": Q} | LENGTHS,
-    "linear_cross_entropy": {"x": X, "linear_weight": ones(7, 4), "target": TARGET},
-    "peephole_lstm": {"f": ones(2, 3, 8), "weight": ones(2, 8), "peephole": ones(3, 2)},
+    "linear_cross_entropy": {"x": X, "linear_weight": ones(7, 4)} | LOSS,
+    "peephole_lstm": {"f": ones(2, 3, 8), "weight": ones(2, 8), "peephole": ones(3, 2)} | STATES,
 }
 """A call of each op that it takes."""
 
@@ -42,8 +45,6 @@ WORDS = {
         ({"x": torch.tensor(1.0)}, r"x must be \(..., D\)"),
         ({"x": ones(3, 0)}, r"got \(3, 0\)"),
         ({"weight": ones(5)}, r"weight must be \(4,\), got \(5,\)"),
-        ({"bias": ones(1, 4)}, r"bias must be \(4,\), got \(1, 4\)"),
-        ({"weight": ones(4, device="meta")}, "weight must be on cpu, got meta"),
         ({"x": INT}, "torch.int32", BackendError),
     ],
     "rms_norm": [
@@ -52,18 +53,13 @@ WORDS = {
     ],
     "activation": [
         ({"activation": "tanh"}, "activation must be one of relu, gelu, got 'tanh'"),
-        ({"bias": ones(3)}, r"bias must be \(4,\), got \(3,\)"),
         ({"activation": None}, "activation must be one of relu, gelu, got None"),
         ({"h": INT}, "torch.int32", BackendError),
     ],
     "norm_linear": [
         ({"weight": None}, "weight must be a tensor, got NoneType", TypeError),
         ({"weight": ones(11, 5)}, r"weight must be .*\(N, 4\) on cpu, got .*\(11, 5\) on cpu"),
-        ({"weight": ones(4)}, r"weight must be .*\(N, 4\) on cpu, got .*\(4,\) on cpu"),
         ({"weight": ones(11, 4).half()}, "weight must be torch.float32 .*, got torch.float16"),
-        ({"weight": ones(11, 4, device="meta")}, "weight must be .* on cpu, got .* on meta"),
-        ({"bias": ones(4)}, r"bias must be .*\(11,\) on cpu, got .*\(4,\) on cpu"),
-        ({"norm_weight": ones(5)}, r"weight must be \(4,\), got \(5,\)"),
     ],
     "depth_mix": [
         ({"sources": []}, "at least 1 tensor, got 0"),
@@ -73,18 +69,13 @@ WORDS = {
         ({"sources": [X, ones(3, 4, device="meta")]}, "device cpu, got meta"),
         ({"weight": ones(3)}, r"must be \(2,\), got \(3,\)"),
         ({"weight": ones(3, 2)}, r"must be \(2, 4\), got \(3, 2\)"),
-        ({"weight": ones(2, 1)}, r"got \(2, 1\)"),
-        ({"weight": ones(2, device="meta")}, "weight must be on cpu"),
-        ({"norm_weight": ones(4)}, r"norm_weight must be \(2, 4\), got \(4,\)"),
         ({"norm_bias": ones(3, 4)}, r"norm_bias must be \(2, 4\)"),
     ],
     "depth_attention": [
         ({"sources": []}, "at least 1 tensor, got 0"),
         ({"query": None}, "either query or scores, got neither"),
         ({"scores": ones(3, 2)}, "either query or scores, got both"),
-        ({"query": ones(5)}, r"query must be \(4,\), got \(5,\)"),
         ({"query": ones(2, 5)}, r"query must be \(2, 4\), got \(2, 5\)"),
-        ({"query": ones(4, device="meta")}, "query must be on cpu, got meta"),
         ({"norm_type": "layer"}, "norm_type must be one of .*got 'layer'"),
         ({"norm_weight": ones(3)}, r"norm_weight must be \(4,\), got \(3,\)"),
         ({"norm_weight": X, "norm_type": None}, "needs a query and norm_type='rms'"),
@@ -92,18 +83,13 @@ WORDS = {
         (SCORES | {"scores": ones(3, 5, 2)}, r"scores must be \(3, 2, 2\), got \(3, 5, 2\)"),
     ],
     "attention_residual": [
-        ({"query": ones(3)}, r"query must be \(4,\)"),
         ({"rms_weight": ones(3)}, r"rms_weight must be \(4,\)"),
-        ({"output_rms_weight": ones(3)}, r"output_rms_weight must be \(4,\)"),
         ({"residuals": ones(4)}, r"residuals must be \(K, ..., D\), got \(4,\)"),
         ({"residuals": None}, "residuals must be a list of tensors, got NoneType", TypeError),
         ({"residuals": []}, "residuals must hold at least 1 tensor, got 0"),
         ({"scale": math.nan}, "scale must be a finite number"),
         ({"rms_eps": -1.0}, "rms_eps must be a number of at least 0"),
         ({"residuals": [X.long()]}, "torch.int64", BackendError),
-        ({"query": ROW.long()}, "query must have a floating-point dtype"),
-        ({"query": ROW.to(torch.complex64)}, "query must have a floating-point dtype"),
-        ({"rms_weight": ROW.long()}, "rms_weight must have a floating-point dtype"),
     ],
     "attention": [
         ({"q": ones(4, 16)}, r"q must be .*\(T, H, d\) on cpu, got .*\(4, 16\) on cpu"),
@@ -119,23 +105,14 @@ WORDS = {
         ({"k": Q.half()}, "k must be torch.float32 .*, got torch.float16"),
         ({"v": ones(3, 2, 16)}, r"v must be .*\(4, 2, 16\) on cpu, got .*\(3, 2, 16\)"),
         ({"cu_seqlens_q": [0, 4]}, "cu_seqlens_q must be a dense tensor, got list", TypeError),
+        ({"cu_seqlens_k": offsets([3], "cpu")}, r"from 0 to the 4 tokens, .*got \[0, 3\]"),
+        ({"cu_seqlens_q": offsets([5], "cpu")}, r"from 0 to the 4 tokens, .*got \[0, 5\]"),
         ({"cu_seqlens_q": CU.long()}, r"torch.int32 \(N \+ 1,\) on cpu, got torch.int64"),
-        ({"cu_seqlens_k": offsets([2, 2], "cpu")}, r"torch.int32 \(2,\) on cpu, got .*\(3,\)"),
-        (
-            {"cu_seqlens_k": offsets([3], "cpu")},
-            r"rise from 0 to the 4 tokens, by .*, got \[0, 3\]",
-        ),
-        (
-            {"cu_seqlens_q": offsets([5], "cpu")},
-            r"rise from 0 to the 4 tokens, by .*, got \[0, 5\]",
-        ),
         ({"cu_seqlens_k": CU - 1}, r"rise from 0 to the 4 tokens, by .*, got \[-1, 3\]"),
         ({"max_seqlen_q": 3}, r"by at most max_seqlen_q=3, got \[0, 4\]"),
         ({"max_seqlen_k": -1}, "max_seqlen_k must be an integer .* at least 0, got -1"),
         ({"max_seqlen_q": math.nan}, "attention: max_seqlen_q must be .*, got nan"),
         ({"scale": math.nan}, "attention: scale must be a finite number, got nan"),
-        ({"scale": math.inf}, "attention: scale must be a finite number, got inf"),
-        ({"scale": "a"}, "attention: scale must be a finite number, got 'a'"),
         ({"backend": "varlen"}, "varlen: tensors are on cpu, not cuda", BackendError),
         ({"backend": "cuda"}, "on cpu, not cuda", BackendError),
         (dict.fromkeys("qkv", ones(4, 1, 257)) | {"backend": "triton"}, "d <= 256"),
@@ -143,21 +120,14 @@ WORDS = {
     "linear_cross_entropy": [
         ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType", TypeError),
         ({"linear_weight": ones(7, 5)}, r"_weight must be .*\(V, 4\) on cpu, got .*\(7, 5\)"),
-        ({"linear_weight": ones(0, 4)}, r"target must be in \[0, 0\)"),
+        ({"linear_weight": ones(0, 4), "linear_bias": None}, r"target must be in \[0, 0\)"),
         ({"linear_weight": ones(7, 4).half()}, "must be torch.float32 .*, got torch.float16"),
-        ({"linear_weight": ones(7, 4, device="meta")}, "weight must be .* on cpu, got .* on meta"),
-        ({"linear_bias": ones(6)}, r"linear_bias must be .*\(7,\) on cpu, got .*\(6,\) on cpu"),
         ({"linear_bias": ones(7).half()}, "_bias must be torch.float32 .*, got torch.float16"),
         ({"target": [1, 2, 3]}, "target must be a dense tensor, got list", TypeError),
         ({"target": TARGET.to_sparse()}, "a dense tensor, got torch.sparse", TypeError),
-        ({"target": ones(3)}, r"target must be torch.int64 \(3,\) on cpu, got torch.float32"),
-        ({"target": ones(3, 1).long()}, r"got torch.int64 \(3, 1\)"),
-        ({"target": TARGET.to("meta")}, "target must be .* on cpu, got .* on meta"),
         ({"target": torch.tensor([0, 7, 1])}, r"target must be in \[0, 7\).*got 7"),
         ({"target": torch.tensor([0, -1, 1])}, r"\[0, 7\) or -100, got -1"),
         ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, got 1.5"),
-        ({"label_smoothing": math.nan}, "label_smoothing must be between 0 and 1"),
-        ({"label_smoothing": "a"}, "label_smoothing must be between 0 and 1, got 'a'"),
         ({"reduction": "none"}, "reduction must be one of mean, sum, got 'none'"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1, got 0"),
         ({"chunk_size": 10**30}, "chunk_size must be at most 9223372036854775807, got 1000"),
@@ -170,18 +140,13 @@ WORDS = {
         ({"f": ones(2, 3, 9)}, r"f must be \(T, B, 4H\), got \(2, 3, 9\)"),
         ({"weight": ones(2, 4)}, r"weight must be .*\(2, 8\) on cpu, got .*\(2, 4\)"),
         ({"weight": ones(2, 8).half()}, "weight must be torch.float32 .*, got torch.float16"),
-        ({"peephole": ones(2)}, r"peephole must be \(3, 2\), got \(2,\)"),
         ({"h0": ones(2, 2)}, r"h0 must be .*\(3, 2\) on cpu, got .*\(2, 2\)"),
-        ({"c0": ones(3)}, r"c0 must be \(3, 2\), got \(3,\)"),
-        ({"lengths": ones(3)}, "lengths must be torch.int64 .*, got torch.float32"),
         ({"lengths": torch.tensor([1, 3, 0])}, "lengths must be from 0 to 2, got 0 to"),
         ({"lengths": torch.tensor([1, -1, 0])}, "from 0 to 2, got -1 to 1"),
     ],
     "feed_forward": [
         ({"up_weight": ones(21, 5)}, r"up_weight must be .*\(F, 4\) on cpu, got .*\(21, 5\)"),
         ({"down_weight": ones(11, 20)}, r"down_weight must be .*\(N, 21\) .* got .*\(11, 20\)"),
-        ({"up_bias": ones(20)}, r"up_bias must be \(21,\), got \(20,\)"),
-        ({"down_bias": ones(21)}, r"down_bias must be .*\(11,\) on cpu, got .*\(21,\)"),
         ({"down_weight": ones(11, 21).double()}, "down_weight must be torch.float32 .*, got"),
         ({"activation": "silu"}, "activation must be one of relu, gelu, got 'silu'"),
         (ACTIVATION | {"activation_seed": 1.5}, "_seed must be an int .*, got 1.5", TypeError),
@@ -193,16 +158,10 @@ not ValueError."""
 
 OF_ARGUMENTS = [
     ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
-    ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, got -0.1"),
-    ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
-    ({"dropout_p": "a"}, "dropout_p must be between 0 and 1, got 'a'"),
     ({"eps": math.nan}, "eps must be a number of at least 0, got nan"),
-    ({"eps": -1}, "eps must be a number of at least 0, got -1"),
-    ({"eps": "a"}, "eps must be a number of at least 0, got 'a'"),
     ({"seed": 1.5} | DROPPED, "seed must be an int or a 0-dim int64 tensor on cpu, got", TypeError),
     ({"residual": ones(2, 4)}, r"shape \(3, 4\), got \(2, 4\)"),
     ({"residual": ones(3, 4).half()}, "dtype torch.float32, got"),
-    ({"residual": ones(3, 4, device="meta")}, "device cpu, got meta"),
     ({"norm_type": "batch"}, "norm_type must be one of .*rms.*, got 'batch'"),
     ({"backend": "cud"}, "expected one of cuda, triton, .*, sdpa, reference", BackendError),
     ({"backend": [1]}, r"backend: expected one of .*got \[1\]", BackendError),
@@ -213,7 +172,8 @@ PARAMETERS = {op: signature(getattr(ops, op)).parameters for op in GIVEN}
 
 def called(op, **change):
     given = GIVEN[op] | change
-    first = [given.pop(name) for name in GIVEN[op] if name not in LENGTHS]
+    required = (name for name, p in PARAMETERS[op].items() if p.default is p.empty)
+    first = [given.pop(name) for name in required if name not in LENGTHS]
     if op == "activation":
         return ops.activation(*first, **given)
     return getattr(ops, op)(*first, **given)
@@ -235,6 +195,23 @@ def test_refuses(op, change, words, error):
         called(op, **change)
     # Its own name, or that of the op whose kernels it runs.
     assert str(raised.value).startswith((f"{op}: ", "layer_norm: ", "depth_attention: "))
+
+
+TENSORS = [(op, name) for op in GIVEN for name, x in GIVEN[op].items() if torch.is_tensor(x)]
+# Without those that the others are compared with.
+TENSORS = [each for each in TENSORS if each[1] not in ("x", "h", "f", "q", "cu_seqlens_q")]
+
+
+@pytest.mark.parametrize(("op", "name"), TENSORS)
+def test_the_shape_dtype_and_device_of_an_operand(op, name):
+    x = GIVEN[op][name]
+    dtype = torch.int32 if x.dtype != torch.int32 else torch.int64
+    for wrong in (torch.cat((x, x), -1), x[None, None], x.to(dtype), x.to("meta")):
+        of = next(a for a in ("shape", "dtype", "device") if getattr(wrong, a) != getattr(x, a))
+        got = tuple(wrong.shape) if of == "shape" else getattr(wrong, of)
+        words = rf"^{op}: {name} must (be|have) .*, got .*{re.escape(str(got))}"
+        with pytest.raises(ValueError, match=words):
+            called(op, **{name: wrong})
 
 
 FLAGS = [

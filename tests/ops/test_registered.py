@@ -12,18 +12,7 @@ from deepfast.cases.case import tuple_of
 from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.kernels.agreement import ABSENT, numbers
-from tests.ops.cases import (
-    EVERY,
-    NAMES,
-    RMS,
-    Call,
-    D,
-    P,
-    T,
-    equal,
-    operator,
-    results,
-)
+from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results
 
 
 def leaf(*shape):
