@@ -1,4 +1,4 @@
-"""A read for each sublayer in known models, against the literal loop over their sublayers."""
+"""A read for each sublayer in known models, against the models without a connection."""
 
 import copy
 
@@ -8,37 +8,21 @@ from torch import nn
 
 import deepfast
 from deepfast.attach.passes import NAME
-from tests.attach.models import (
-    CASES,
-    SEQ2SEQ,
-    TRANSFORMERS,
-    Case,
-    InPlace,
-    _hf,
-    _numbers,
-    assert_same,
-    fresh,
-    gradients,
-    ids,
-    literal_of,
-    outcome,
-    perturbed,
-)
-from tests.specifications.attention_residuals import full
+from tests.attach import models
+from tests.attach.models import Case, _hf, assert_same, fresh, gradients, ids, perturbed
 
 pytest.importorskip("transformers")
-if TRANSFORMERS < 5:
-    pytest.skip("the literal layers are those of transformers 5", allow_module_level=True)
+if models.TRANSFORMERS < 5:
+    pytest.skip("the known layers are those of transformers 5", allow_module_level=True)
 
-
-WHISPER = SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 10}
+WHISPER = models.SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 10}
 CASES = {
-    **{n: CASES[n] for n in ("torch pre-norm", "modernbert", "t5", "llama", "vit", "timm")},
+    **{n: models.CASES[n] for n in ("torch pre-norm", "modernbert", "t5", "llama", "vit", "timm")},
     "whisper": Case(
         lambda: fresh("WhisperModel", **WHISPER).get_encoder(),
         "pre",
         (":layers",),
-        lambda model: model(_numbers(model, 2, 8, 20)).last_hidden_state,
+        lambda model: model(models._numbers(model, 2, 8, 20)).last_hidden_state,
     ),
     "gpt2": _hf("GPT2LMHeadModel", "transformer:h", norm="pre"),
     "gpt_neox": _hf("GPTNeoXForCausalLM", "gpt_neox:layers", norm="pre"),
@@ -48,127 +32,6 @@ CASES = {
     "gemma2": _hf("Gemma2ForCausalLM", "model:layers", norm="pre"),
     "qwen3": _hf("Qwen3ForCausalLM", "model:layers", norm="pre"),
 }
-
-
-# ---- what each sublayer adds, as a generator over reads, and what the layer returns besides ------
-
-
-def llama(m, read, args, kwargs):
-    yield m.self_attn(hidden_states=m.input_layernorm(read()), **kwargs)[0]
-    yield m.mlp(m.post_attention_layernorm(read()))
-
-
-def gemma2(m, read, args, kwargs):
-    attended = m.self_attn(hidden_states=m.input_layernorm(read()), **kwargs)[0]
-    yield m.post_attention_layernorm(attended)
-    yield m.post_feedforward_layernorm(m.mlp(m.pre_feedforward_layernorm(read())))
-
-
-def gpt2(m, read, args, kwargs):
-    names = "cache", "attention_mask", "encoder_hidden_states"
-    kwargs = dict(zip(names, args, strict=False)) | kwargs
-    kwargs.pop("encoder_hidden_states", None), kwargs.pop("encoder_attention_mask", None)
-    yield m.attn(m.ln_1(read()), **kwargs)[0]
-    yield m.mlp(m.ln_2(read()))
-
-
-def gpt_neox(m, read, args, kwargs):
-    x = read()
-    attended = m.post_attention_dropout(m.attention(m.input_layernorm(x), *args, **kwargs)[0])
-    if m.use_parallel_residual:
-        yield m.post_mlp_dropout(m.mlp(m.post_attention_layernorm(x))) + attended
-        return
-    yield attended
-    yield m.post_mlp_dropout(m.mlp(m.post_attention_layernorm(read())))
-
-
-def modernbert(m, read, args, kwargs):
-    yield m.attn(m.attn_norm(read()), **kwargs)[0]
-    yield m.mlp(m.mlp_norm(read()))
-
-
-def vit(m, read, args, kwargs):
-    yield m.dropout(m.attention(m.layernorm_before(read()), *args, **kwargs)[0])
-    yield m.dropout(m.mlp(m.layernorm_after(read())))
-
-
-def whisper(m, read, args, kwargs):
-    def dropped(x, p=m.dropout):
-        return nn.functional.dropout(x, p, m.training)
-
-    names = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-    yield dropped(m.self_attn(hidden_states=m.self_attn_layer_norm(read()), **names)[0])
-    h = dropped(m.activation_fn(m.fc1(m.final_layer_norm(read()))), m.activation_dropout)
-    yield dropped(m.fc2(h))
-
-
-def timm(m, read, args, kwargs):
-    yield m.drop_path1(m.ls1(m.attn(m.norm1(read()), **kwargs)))
-    yield m.drop_path2(m.ls2(m.mlp(m.norm2(read()))))
-
-
-def torch_layer(m, read, args, kwargs):
-    yield m._sa_block(m.norm1(read()), kwargs.get("src_mask"), kwargs.get("src_key_padding_mask"))
-    yield m._ff_block(m.norm2(read()))
-
-
-def t5(m, read, args, kwargs):
-    names = (
-        "attention_mask", "position_bias", "encoder_hidden_states", "encoder_attention_mask",
-        "encoder_decoder_position_bias",
-    )  # fmt: skip
-    given = dict(zip(names, args, strict=False)) | kwargs
-    first, cross = m.layer[0], None
-    found = first.SelfAttention(
-        first.layer_norm(read()), mask=given["attention_mask"],
-        position_bias=given["position_bias"], cache=given.get("cache"),
-    )  # fmt: skip
-    yield first.dropout(found[0])
-    if m.is_decoder:
-        second = m.layer[1]
-        cross = second.EncDecAttention(
-            second.layer_norm(read()), mask=given["encoder_attention_mask"],
-            key_value_states=given["encoder_hidden_states"],
-            position_bias=given["encoder_decoder_position_bias"], cache=given.get("cache"),
-        )  # fmt: skip
-        yield second.dropout(cross[0])
-    last = m.layer[-1]
-    yield last.dropout(last.DenseReluDense(last.layer_norm(read())))
-    return found[1], cross and cross[1]
-
-
-PARTS = {
-    "LlamaDecoderLayer": llama, "Qwen3DecoderLayer": llama, "Gemma2DecoderLayer": gemma2,
-    "GPT2Block": gpt2, "GPTNeoXLayer": gpt_neox, "ModernBertEncoderLayer": modernbert,
-    "ViTLayer": vit, "WhisperEncoderLayer": whisper,
-    "Block": timm, "TransformerEncoderLayer": torch_layer, "T5Block": t5,
-}  # fmt: skip
-
-
-class Literal(InPlace):
-    """x_r = sum_j softmax_j(q_r . RMSNorm(v_j)) v_j for each sublayer."""
-
-    def read(self):
-        c = self.connection[0]
-        row = len(self.states) - 1
-        x = full(self.states, c.query, row, c.eps)
-        if hasattr(c, "gamma"):
-            x = sum(self.states) + c.gamma[row] * x
-        return x.to(self.states[0].dtype)
-
-    def forward(self, x, *args, **kwargs):
-        if self.k == 0:
-            self.states[:] = [x]
-        parts, rest = PARTS[type(self.inner).__name__](self.inner, self.read, args, kwargs), None
-        while True:
-            try:
-                self.states.append(next(parts))
-            except StopIteration as end:
-                rest = end.value
-                break
-        # Between layers nobody reads what they pass on.
-        x = self.read() if len(self.states) == self.connection[0].rows else x
-        return x if rest is None else (x, *rest)
 
 
 def connect(case, model, **options):
@@ -194,24 +57,28 @@ def drop(model, p=0.1):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"additive": "gated"}])
-def test_same_as_the_literal_loop(case, options):
-    """Also with dropout: the same draws in the same order."""
+@pytest.mark.parametrize("options", [{"score_function": "relu"}, {"additive": "gated"}])
+@pytest.mark.parametrize("name", CASES)
+def test_the_start_has_the_gradients_of_the_plain_model(name, options):
+    """The rows are then the residual stream: each state is what its sublayer adds, also with
+    dropout, and each norm gets its row."""
+    case, outputs = CASES[name], []
     plain = perturbed(case.make()).double()
-    model = connect(case, copy.deepcopy(plain), **options).double()
-    named, own, outputs = (
-        literal_of(case, plain, model, Literal),
-        dict(model.named_parameters()),
-        [],
-    )
+    model = copy.deepcopy(plain)
+    made = case.connect(model, "attnres", sublayers="auto", **options)
+    assert {c.reads for c in made.values()} == {"gpt_neox": {1}, "t5": {2, 3}}.get(name, {2})
     for prepare in (lambda model: model, drop):
         found = []
-        for run, parameters in ((plain, named), (model, own)):
-            for p in parameters.values():
-                p.grad = None
+        for run in (plain, model.double()):
+            run.zero_grad()
             torch.manual_seed(5)
-            found.append(outcome(case, prepare(run), parameters))
-        torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
+            found.append(models.outcome(case, prepare(run), dict(run.named_parameters())))
+        new = {n: found[1].pop(n) for n in found[1].keys() - found[0].keys()}
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+        # Of each row; the queries' are zeros where the rows come to a gate of zero.
+        of_rows = [grad.view(len(grad), -1) for n, grad in new.items() if "query" not in n]
+        assert len(of_rows) == len(made)
+        assert all(grad.any(1).all() for grad in of_rows)
         outputs.append(found[1]["output"])
     assert not torch.allclose(*outputs)
 
@@ -253,10 +120,10 @@ def test_cached_tokens(name):
 
 
 def test_bfloat16(case):
-    """No further from the literal loop in float64 than that loop in bfloat16, nearly."""
+    """No further from the plain model in float64 than that model in bfloat16, nearly."""
     plain = perturbed(case.make())
-    model = connect(case, copy.deepcopy(plain))
-    literal_of(case, plain, model, Literal)
+    model = copy.deepcopy(plain)
+    case.connect(model, "attnres", sublayers="auto", score_function="relu")
     exact = case.run(copy.deepcopy(plain).double())
     own, error = ((case.run(m.bfloat16()) - exact).norm() for m in (plain, model))
     assert error <= 1.5 * own
