@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepfast
+from tests.attach.models import every
 
 D, L, VOCAB, EPS = 16, 5, 11, 1e-5
 READS = {
@@ -35,10 +36,7 @@ class Stack(nn.Module):
         self.norm = nn.RMSNorm(D, EPS)
 
     def forward(self, ids):
-        x = self.embeddings(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(every(self.layers, self.embeddings(ids)))
 
 
 class Model(nn.Module):
@@ -88,11 +86,11 @@ def formula(state, kind, ids, size):
     return x @ state["lm_head.weight"].T
 
 
-def connected(config):
+def connected(config, **more):
     model = Model().double()
-    options = deepfast.attnres_options(config)
-    names = ("attn_norm", "attn"), ("mlp_norm", "mlp")
-    deepfast.connect(model.model, "layers", norm="pre", dim=D, sublayers=names, **options).double()
+    options = {"sublayers": (("attn_norm", "attn"), ("mlp_norm", "mlp"))}
+    options |= deepfast.attnres_options(config) | more
+    deepfast.connect(model.model, "layers", norm="pre", dim=D, **options).double()
     return model
 
 
@@ -151,6 +149,10 @@ FULL = {"attnres_block_size": 1, "norm_eps": EPS}
          ValueError, "the checkpoint has no model.layers.0.attn_res_proj.weight"),
         (lambda m: deepfast.attnres_options(FULL | {"attnres_block_size": 3}), ValueError,
          "must be 1 or even, .* got 3"),
+        (lambda m: deepfast.load_attnres(connected(FULL, additive="one"), checkpoint("fla")),
+         ValueError, r"'additive': False, .*, got .*'additive': True"),
+        (lambda m: deepfast.load_attnres(connected(FULL, sublayers=None), checkpoint("fla")),
+         ValueError, r"'reads': 2, 'norm_affine': True, .* got .*'reads': 1"),
     ],
 )  # fmt: skip
 def test_errors(call, error, message):
@@ -160,18 +162,3 @@ def test_errors(call, error, message):
         call(model)
     if error is not RuntimeError:
         assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-
-
-def test_a_read_on_top_of_the_residual_stream_has_no_such_checkpoint():
-    model, names = Model(), (("attn_norm", "attn"), ("mlp_norm", "mlp"))
-    options = deepfast.attnres_options(FULL) | {"sublayers": names, "additive": "one"}
-    deepfast.connect(model.model, "layers", norm="pre", dim=D, **options)
-    with pytest.raises(ValueError, match=r"'additive': False, .*, got .*'additive': True"):
-        deepfast.load_attnres(model, checkpoint("fla"))
-
-
-def test_one_read_a_layer_has_no_such_checkpoint():
-    model = Model()
-    deepfast.connect(model.model, "layers", norm="pre", dim=D, connection="attnres")
-    with pytest.raises(ValueError, match=r"'reads': 2, 'norm_affine': True, .* got .*'reads': 1"):
-        deepfast.load_attnres(model, checkpoint("fla"))

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -13,16 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
-from tests.attach.models import (
-    CASES,
-    Block,
-    Loop,
-    X,
-    assert_equal,
-    connected_loop,
-    gradients,
-    perturbed,
-)
+from tests.attach.models import CASES, Block, X, assert_equal, connected_loop, gradients, perturbed
 
 POLICIES = ["none", "layer", "layer+input"]
 
@@ -63,19 +53,6 @@ def test_copy_while_a_pass_is_open():
     wanted = model(X)
     handle.remove()
     assert torch.equal(twins[0](X), wanted)
-
-
-def test_state_dict():
-    model, other, plain = connected_loop(), Loop(layers=4), Loop(layers=4)
-    deepfast.connect(other, norm="pre")
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    assert torch.equal(other(X), model(X))
-    missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
-    assert not missing
-    assert {key.partition(".")[0] for key in unexpected} == {"depth_connection"}
 
 
 def test_two_passes_before_a_backward():
@@ -199,16 +176,6 @@ def test_autocast_keeps_the_states_in_float32():
         out = model(X)
         assert out.dtype == torch.float32
         assert torch.equal(out, plain(X))
-
-
-def test_only_the_connection_learns():
-    model = connected_loop()
-    wanted = gradients(model, model(X))
-    model.blocks.requires_grad_(False)
-    model.zero_grad()
-    got = gradients(model, model(X))
-    assert {name.partition(".")[0] for name in got} == {"depth_connection"}
-    torch.testing.assert_close(got, {name: wanted[name] for name in got})
 
 
 def test_the_list_outside_of_forward():

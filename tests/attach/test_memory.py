@@ -14,19 +14,8 @@ import deepfast
 from bench.attach import bert, states_per_layer, torch_encoder
 from deepfast.attach import passes
 from deepfast.memory import LiveBytes
-from tests.attach.models import (
-    CASES,
-    TRANSFORMERS,
-    Block,
-    D,
-    Loop,
-    X,
-    assert_equal,
-    connected_loop,
-    every,
-    gradients,
-    perturbed,
-)
+from tests.attach import models
+from tests.attach.models import CASES, Block, X, assert_equal, connected_loop, gradients, perturbed
 
 AGAIN = ["layer", "layer+input"]
 
@@ -88,13 +77,13 @@ class Dropped(Block):
 
 
 RUNS = {
-    "plain": every,
-    "checkpointed": lambda blocks, x: every(
+    "plain": models.every,
+    "checkpointed": lambda blocks, x: models.every(
         [lambda x, b=b: checkpoint(b, x, use_reentrant=False) for b in blocks], x
     ),
-    "changed": lambda blocks, x: every([lambda x, b=b: b(x * 2) for b in blocks], x),
-    "in place": lambda blocks, x: every([lambda x, b=b: b(x).add_(1) for b in blocks], x),
-    "named": lambda blocks, x: every([lambda x, b=b: b(scale=0.5, x=x) for b in blocks], x),
+    "changed": lambda blocks, x: models.every([lambda x, b=b: b(x * 2) for b in blocks], x),
+    "in place": lambda blocks, x: models.every([lambda x, b=b: b(x).add_(1) for b in blocks], x),
+    "named": lambda blocks, x: models.every([lambda x, b=b: b(scale=0.5, x=x) for b in blocks], x),
 }
 """How a loop calls its layers."""
 
@@ -243,7 +232,7 @@ class InPlace(Block):
 class Counting(Block):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(D)
+        self.norm = nn.BatchNorm1d(models.D)
 
     def forward(self, x):
         return x + self.linear(self.norm(x.flatten(0, 1)).view_as(x))
@@ -275,7 +264,7 @@ def tells(context, value):
             x = block(x, told)
         return x
 
-    return Loop(run, layer=Told)
+    return models.Loop(run, layer=Told)
 
 
 @pytest.mark.parametrize("recompute", AGAIN)
@@ -305,7 +294,7 @@ def test_layers_that_cannot_run_again():
         with pytest.raises(RuntimeError, match=r"layer 1 of Sequential modifies its input in pl"):
             model(X)
         model = nn.Sequential(Counting(), Counting())
-        deepfast.connect(model, norm="pre", dim=D, recompute=recompute)
+        deepfast.connect(model, norm="pre", dim=models.D, recompute=recompute)
         out = model(X)
         with pytest.raises(RuntimeError, match=r"\w+ of a Counting .* has been modified since"):
             out.sum().backward()
@@ -342,7 +331,7 @@ def test_a_connected_class(name, tmp_path):
 
 
 MAKES = [torch_encoder]
-if TRANSFORMERS and importlib.util.find_spec("transformers") is not None:
+if models.TRANSFORMERS and importlib.util.find_spec("transformers") is not None:
     MAKES.append(bert)
 
 

@@ -11,19 +11,8 @@ import torch
 from torch import nn
 
 import deepfast
-from tests.attach.layers import (
-    NAMES,
-    AddsInPlace,
-    ByKeyword,
-    Checkpointed,
-    CheckpointedParts,
-    Differences,
-    Flat,
-    Gated,
-    SideBySide,
-    TwoParts,
-    connected,
-)  # fmt: skip
+from tests.attach import layers
+from tests.attach.layers import NAMES, Checkpointed, CheckpointedParts, TwoParts, connected
 from tests.attach.models import Loop, X, perturbed, torch_encoder
 from tests.specifications.attention_residuals import full
 
@@ -90,13 +79,13 @@ SUMS = ("norm1", None), ("norm2", None)
 @pytest.mark.parametrize(
     ("layer", "sublayers"),
     [
-        (SideBySide, [(("norm1", "norm2"), None)]),
-        (Differences, SUMS),
-        (Flat, SUMS),
-        (Flat, NAMES),
-        (Gated, SUMS),
-        (AddsInPlace, (("norm1", "attn"), ("norm2", "mlp"))),
-        (ByKeyword, NAMES),
+        (layers.SideBySide, [(("norm1", "norm2"), None)]),
+        (layers.Differences, SUMS),
+        (layers.Flat, SUMS),
+        (layers.Flat, NAMES),
+        (layers.Gated, SUMS),
+        (layers.AddsInPlace, (("norm1", "attn"), ("norm2", "mlp"))),
+        (layers.ByKeyword, NAMES),
         (Nested, NAMES),
     ],
 )
@@ -156,30 +145,22 @@ def test_nothing_is_left_of_a_pass(options, what):
 # A layer that checkpoints itself needs recompute="none".
 @pytest.mark.only_if(lambda layer, options: "recompute" not in options
                      or not issubclass(layer, Checkpointed | CheckpointedParts))  # fmt: skip
-@pytest.mark.parametrize("layer", [TwoParts, Checkpointed, CheckpointedParts, Differences, Flat])
+@pytest.mark.parametrize(
+    "layer", [TwoParts, Checkpointed, CheckpointedParts, layers.Differences, layers.Flat]
+)
 @pytest.mark.parametrize("options", [
     {"additive": "gated"}, {"additive": "one"}, {"additive": "gated", "recompute": "layer"},
 ])  # fmt: skip
 def test_added_to_the_layers_own_sums(layer, options):
-    got, wanted = both(connected(layer, SUMS if layer is Differences else NAMES, **options))
+    got, wanted = both(connected(layer, SUMS if layer is layers.Differences else NAMES, **options))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gated_model_begins_as_itself(dtype):
-    torch.manual_seed(0)
-    model = perturbed(Loop(layer=TwoParts)).to(dtype)
-    x = X.to(dtype)
-    wanted = model(x)
-    options = {"connection": "attnres", "sublayers": NAMES, "additive": "gated"}
-    made = deepfast.connect(model, norm="pre", **options)
-    assert torch.equal(model(x), wanted)
-    # One step moves every gate, though the queries begin at 0.
-    model(x).float().square().mean().backward()
-    assert (made.gamma.grad != 0).all()
-    made.gamma.data.add_(1)
-    made.reset_parameters()
-    assert not made.gamma.any()
+def test_gates_begin_at_0():
+    gates = connected(additive="gated").depth_connection
+    assert gates.gamma.any()
+    gates.reset_parameters()
+    assert not gates.gamma.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"additive": "gated"}])

@@ -86,29 +86,37 @@ def test_disconnect_takes_the_settings_out_of_the_config(tmp_path):
     assert "depth_connections" not in (tmp_path / "config.json").read_text()
 
 
-def test_lora(tmp_path):
+GATED = {"connection": "attnres", "sublayers": "auto", "additive": "gated"}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "options"),
+    [("llama", "q_proj", {"connection": "denseformer"}), ("llama", "q_proj", GATED),
+     ("t5", "q", GATED)],
+)  # fmt: skip
+def test_lora(name, target, options, tmp_path):
     """PEFT trains a copy of the connection, saves it, and puts it in the connection's place."""
     peft = pytest.importorskip("peft")
-    case = CASES["llama"]
-    base = plain("llama")
+    case, base = CASES[name], plain(name)
     wanted = case.run(base)
-    case.connect(base, "denseformer")
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["depth_connection"]
-    )  # fmt: skip
+    case.connect(base, **options)
+    config = peft.LoraConfig(r=2, target_modules=[target], modules_to_save=["depth_connection"])
     model = peft.get_peft_model(copy.deepcopy(base), config)
-    assert torch.equal(case.run(model), wanted)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    torch.testing.assert_close(case.run(model), wanted)
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert any("depth_connection" in n for n in learning)
+    optimizer = torch.optim.Adam(learning.values(), lr=0.1)
     case.run(model).square().mean().backward()
+    assert all(p.grad is not None for p in learning.values())
     optimizer.step()
     tuned = case.run(model.eval())
+    assert not torch.allclose(tuned, wanted)
     with model.disable_adapter():
-        assert torch.equal(case.run(model), wanted)
+        torch.testing.assert_close(case.run(model), wanted)
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
-    assert torch.equal(case.run(loaded), tuned)
+    torch.testing.assert_close(case.run(loaded), tuned)
     merged = loaded.merge_and_unload()
-    assert not torch.equal(merged.model.depth_connection.weight.diag(), torch.ones(L + 1))
     torch.testing.assert_close(case.run(merged), tuned)
 
 

@@ -140,23 +140,6 @@ def test_autocast_checkpointing_and_compilation(name):
         torch.testing.assert_close(model(**inputs).loss, twin(**inputs).loss, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("first", ["connect", "patch"])
-def test_with_a_depth_connection(first):
-    """In either order; the connection's own norms are the engine's."""
-    model, inputs = make("BertForMaskedLM"), batch(padded=True)
-    connection = deepfast.connect(model.bert.encoder, norm="post", init="one")
-    nn.init.normal_(connection.weight)
-    want = results(model, inputs)
-    if first == "patch":
-        settings = connection.state_dict()
-        deepfast.disconnect(model.bert.encoder)
-        deepfast.patch(model)
-        deepfast.connect(model.bert.encoder, norm="post").load_state_dict(settings)
-    else:
-        deepfast.patch(model)
-    assert_same(results(model, inputs), want)
-
-
 class MyRMSNorm(nn.Module):
     """Llama's, with what subclasses change."""
 
