@@ -110,7 +110,7 @@ def compile_case(index: int, target: int) -> dict:
 
     JITFunction.run = compile_only
     try:
-        case.call(getattr(module, case.call.__name__), **case.sizes)
+        case.run(case.launcher)
     finally:
         JITFunction.run = run
     spills, faults = 0, []
@@ -181,7 +181,7 @@ def main() -> int:
         if options.only in f"{case.module} {case.name}"
     ]
     if options.sample:
-        jobs = sorted({CASES[job[0]].call: job for job in reversed(jobs)}.values())
+        jobs = sorted({CASES[job[0]].launch: job for job in reversed(jobs)}.values())
     rows, faults = compile_all(jobs, options.processes)
     text = table(rows)
     print(text)

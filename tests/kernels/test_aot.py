@@ -72,9 +72,3 @@ def test_a_fault_is_one_line(sass):
         "shared memory: expected at most 166912, got 204800",
     ]
     assert sass.faults("copy_kernel", 90, ["LDG"], 200 << 10, "3.9.0") == []
-
-
-def test_an_older_compiler_may_spill(sass):
-    code = ["STL"] * 10
-    assert sass.faults("boundary_bwd_kernel", 100, code, 0, "3.6.0") == []
-    assert len(sass.faults("boundary_bwd_kernel", 100, code, 0, "3.9.0")) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.agreement import LOW, agree, numbers, run
+from tests.kernels.agreement import LOW, agree, apart, numbers, plain, run
 
 # Less than a tile, whole ones, several with a rest, a deep product, no step, no sentence.
 SHAPES = [(1, 1, 1), (3, 5, 17), (2, 33, 16), (2, 2, 70), (0, 3, 8), (2, 0, 8)]
@@ -16,10 +16,16 @@ def sizes(P, N, H):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", [plain, apart])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [FORWARD, BACKWARD])
-def test_agrees(tolerances, poison, kernels, name, shape, reverse, dtype):
-    agree(tolerances, kernels, name, dtype, **sizes(*shape), reverse=reverse)
+def test_agrees(tolerances, poison, kernels, name, shape, layout, reverse, dtype):
+    """And to the bit with another run."""
+    given = sizes(*shape) | {"reverse": reverse}
+    agree(tolerances, kernels, name, dtype, layout, **given)
+    made = numbers(name, **given)
+    first, second = (run(kernels("peephole_lstm"), name, made, dtype, dtype) for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -50,10 +50,9 @@ def of_case(case) -> dict[str, list[int]]:
 
     def run(tokens):
         aot_cases.T = tokens or TOKENS[0]
-        case.call(checked if tokens else launcher, **case.sizes)
+        case.run(checked if tokens else launcher)
 
-    module = importlib.import_module(f"deepfast.kernels.{case.module}")
-    launcher = getattr(module, case.call.__name__)
+    launcher = case.launcher
     one, many = variants(run, None), variants(run, *TOKENS)
     return {name: [one[name], many[name]] for name in many}
 
@@ -81,11 +80,10 @@ def of_odd_operands(case) -> dict[str, list[int]]:
             if checked:
                 launcher(like_those_of(launch, given, torch.Generator()))
 
-        case.call(call, **case.sizes)
+        case.run(call)
 
     aot_cases.T = 33
-    module = importlib.import_module(f"deepfast.kernels.{case.module}")
-    launcher = getattr(module, case.call.__name__)
+    launcher = case.launcher
     one, both = variants(run, False), variants(run, True)
     return {name: [one[name], both[name]] for name in both}
 
