@@ -83,17 +83,14 @@ def test_the_rule_is_in_the_order_of_the_backends():
         assert names
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype", "size", "name"),
-    [
-        ("layer_norm", torch.bfloat16, 8192, "triton"),
-        ("layer_norm", torch.float32, None, "triton"),
-        ("layer_norm", torch.float16, 16385, "reference"),
-        ("attention", torch.float16, 512, "triton"),
-        ("attention", torch.float16, 513, "sdpa"),
-        ("attention", torch.float32, 64, "sdpa"),
-    ],
-)
+@pytest.mark.parametrize(("op", "dtype", "size", "name"), [
+    ("layer_norm", torch.bfloat16, 8192, "triton"),
+    ("layer_norm", torch.float32, None, "triton"),
+    ("layer_norm", torch.float16, 16385, "reference"),
+    ("attention", torch.float16, 512, "triton"),
+    ("attention", torch.float16, 513, "sdpa"),
+    ("attention", torch.float32, 64, "sdpa"),
+])  # fmt: skip
 def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -54,8 +54,6 @@ def test_only_kernels_are_compiled_for_an_instruction_set():
         assert re.findall(r"(?<!\S)-m\S+", flags) == build.INSTRUCTION_SETS[isa], name
 
 
-# ---- instruction sets ----------------------------------------------------------------------------
-
 # From the weakest to the strongest; this process runs the strongest that the processor has.
 LEVELS = backend.build_info().get("instruction_sets", "portable").split("+")
 
@@ -105,9 +103,6 @@ def test_unknown_instruction_set_is_an_error(python):
     assert all(level in done.stderr for level in LEVELS)
 
 
-# ---- CUDA ----------------------------------------------------------------------------------------
-
-
 def test_cuda_files():
     """Each launch that has CUDA kernels is registered once, at the end of its file."""
     registered = []
@@ -121,17 +116,14 @@ def test_cuda_files():
     assert sorted(registered) == sorted(backend.CUDA)
 
 
-@pytest.mark.parametrize(
-    ("wish", "torch_cuda", "nvcc", "reason"),
-    [
-        ("", None, "13.0", "has no CUDA"),
-        ("", "13.0", None, "no nvcc was found"),
-        ("", "12.8", "13.0", "nvcc has CUDA 13.0, but torch was built with CUDA 12.8"),
-        ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
-        ("", "13.0", "13.0", None),
-        ("1", "13.0", "13.1", None),
-    ],
-)
+@pytest.mark.parametrize(("wish", "torch_cuda", "nvcc", "reason"), [
+    ("", None, "13.0", "has no CUDA"),
+    ("", "13.0", None, "no nvcc was found"),
+    ("", "12.8", "13.0", "nvcc has CUDA 13.0, but torch was built with CUDA 12.8"),
+    ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
+    ("", "13.0", "13.0", None),
+    ("1", "13.0", "13.1", None),
+])  # fmt: skip
 def test_when_cuda_is_built(monkeypatch, tmp_path, wish, torch_cuda, nvcc, reason):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)

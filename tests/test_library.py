@@ -167,16 +167,13 @@ def test_a_compiler_that_fails_is_one_sentence(compiler, package, capsys):
     assert not any(package.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "error"),
-    [
-        ("PATH", "", "found no C++ compiler: install g++ or clang++, or set CXX to one"),
-        ("CXX", "/nope/g++", "CXX: expected a program, got '/nope/g++'"),
-        ("CXX", "'", """CXX: expected a program, got "'\""""),
-        ("MAX_JOBS", "0", "MAX_JOBS: expected a positive integer, got '0'"),
-        ("MAX_JOBS", "all", "MAX_JOBS: expected a positive integer, got 'all'"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "error"), [
+    ("PATH", "", "found no C++ compiler: install g++ or clang++, or set CXX to one"),
+    ("CXX", "/nope/g++", "CXX: expected a program, got '/nope/g++'"),
+    ("CXX", "'", """CXX: expected a program, got "'\""""),
+    ("MAX_JOBS", "0", "MAX_JOBS: expected a positive integer, got '0'"),
+    ("MAX_JOBS", "all", "MAX_JOBS: expected a positive integer, got 'all'"),
+])  # fmt: skip
 def test_a_build_that_cannot_begin_is_one_sentence(
     package, monkeypatch, capsys, variable, value, error
 ):

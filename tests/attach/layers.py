@@ -24,12 +24,8 @@ class TwoParts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = (
-            nn.LayerNorm(D),
-            Part(),
-            nn.LayerNorm(D),
-            Part(),
-        )
+        self.norm1, self.attn = nn.LayerNorm(D), Part()
+        self.norm2, self.mlp = nn.LayerNorm(D), Part()
 
     def parts(self):
         return (

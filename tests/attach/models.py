@@ -281,21 +281,36 @@ def batch(padded=False, labels=True):
     return found
 
 
-def gradients(model, *outputs):
-    """Of the outputs' mean squares, by name."""
+def of_loss(model, loss):
+    """The loss, and all its gradients by name."""
     model.zero_grad()
-    sum(out.square().mean() for out in outputs).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def results(model, inputs):
-    """The loss of a model of transformers, or a function of its logits, and all gradients."""
-    model.zero_grad()
-    out = model(**inputs)
-    loss = out.logits.sin().sum() if out.loss is None else out.loss
     loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach()} | grads
+
+
+def gradients(model, *outputs):
+    """Of the outputs' mean squares, by name."""
+    found = of_loss(model, sum(out.square().mean() for out in outputs))
+    del found["loss"]
+    return found
+
+
+def results(model, inputs):
+    """`of_loss` of a model of transformers, or of a function of its logits."""
+    out = model(**inputs)
+    return of_loss(model, out.logits.sin().sum() if out.loss is None else out.loss)
+
+
+class Loss(nn.Module):
+    """What DDP, FSDP and torch.compile wrap for `deepfast.causal_lm_loss`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return deepfast.causal_lm_loss(self.model, **inputs)
 
 
 def assert_equal(got, wanted):

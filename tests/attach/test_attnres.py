@@ -94,17 +94,14 @@ def connected(config, **more):
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "size"),
-    [
-        ("fla", {"attnres_block_size": 1, "norm_eps": EPS}, 1),
-        ("fla", {"attnres_block_size": 2, "norm_eps": EPS}, 2),
-        # 5 layers: the last block is shorter.
-        ("fla", {"attnres_block_size": 8, "norm_eps": EPS}, 8),
-        ("k3", {"attn_res_block_size": 2, "rms_norm_eps": EPS}, 4),
-        ("k3", {"attn_res_block_size": 12, "rms_norm_eps": EPS}, 24),
-    ],
-)
+@pytest.mark.parametrize(("kind", "config", "size"), [
+    ("fla", {"attnres_block_size": 1, "norm_eps": EPS}, 1),
+    ("fla", {"attnres_block_size": 2, "norm_eps": EPS}, 2),
+    # 5 layers: the last block is shorter.
+    ("fla", {"attnres_block_size": 8, "norm_eps": EPS}, 8),
+    ("k3", {"attn_res_block_size": 2, "rms_norm_eps": EPS}, 4),
+    ("k3", {"attn_res_block_size": 12, "rms_norm_eps": EPS}, 24),
+])  # fmt: skip
 def test_in_and_out(kind, config, size):
     torch.manual_seed(0)
     state, model = checkpoint(kind), connected(types.SimpleNamespace(**config))
@@ -125,36 +122,33 @@ def changed(**entries):
 FULL = {"attnres_block_size": 1, "norm_eps": EPS}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda m: deepfast.load_attnres(m, changed(res_proj__weight=None)), ValueError,
-         "the checkpoint has no model.res_proj.weight"),
-        (lambda m: deepfast.load_attnres(m, changed(res_norm__weight=torch.ones(3))), ValueError,
-         r"model.res_norm.weight must be \(16,\), got \(3,\)"),
-        (lambda m: deepfast.load_attnres(m, Model().state_dict()), ValueError,
-         "expected the names of fla or k3, such as model.layers.0.attn_res_proj.weight"),
-        (lambda m: deepfast.load_attnres(m, changed(norm__weight=None)), RuntimeError,
-         "Missing key"),
-        (lambda m: deepfast.load_attnres(Model(), checkpoint("fla")), ValueError,
-         "expected a Model with one deepfast.connect, .* got 0"),
-        (lambda m: deepfast.load_attnres("model", {}), TypeError,
-         "model must be a module, got str"),
-        (lambda m: deepfast.attnres_state_dict(m, "kimi"), ValueError, "names must be"),
-        (lambda m: deepfast.attnres_options({"hidden_size": 3}), ValueError,
-         "a config with either attnres_block_size or attn_res_block_size, .* got {}"),
-        (lambda m: deepfast.attnres_options({"attnres_block_size": 4}), ValueError,
-         r"with norm_eps or rms_norm_eps, got .* and eps \[\]"),
-        (lambda m: deepfast.load_attnres(m, changed(layers__0__attn_res_proj__weight=None)),
-         ValueError, "the checkpoint has no model.layers.0.attn_res_proj.weight"),
-        (lambda m: deepfast.attnres_options(FULL | {"attnres_block_size": 3}), ValueError,
-         "must be 1 or even, .* got 3"),
-        (lambda m: deepfast.load_attnres(connected(FULL, additive="one"), checkpoint("fla")),
-         ValueError, r"'additive': False, .*, got .*'additive': True"),
-        (lambda m: deepfast.load_attnres(connected(FULL, sublayers=None), checkpoint("fla")),
-         ValueError, r"'reads': 2, 'norm_affine': True, .* got .*'reads': 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda m: deepfast.load_attnres(m, changed(res_proj__weight=None)), ValueError,
+     "the checkpoint has no model.res_proj.weight"),
+    (lambda m: deepfast.load_attnres(m, changed(res_norm__weight=torch.ones(3))), ValueError,
+     r"model.res_norm.weight must be \(16,\), got \(3,\)"),
+    (lambda m: deepfast.load_attnres(m, Model().state_dict()), ValueError,
+     "expected the names of fla or k3, such as model.layers.0.attn_res_proj.weight"),
+    (lambda m: deepfast.load_attnres(m, changed(norm__weight=None)), RuntimeError,
+     "Missing key"),
+    (lambda m: deepfast.load_attnres(Model(), checkpoint("fla")), ValueError,
+     "expected a Model with one deepfast.connect, .* got 0"),
+    (lambda m: deepfast.load_attnres("model", {}), TypeError,
+     "model must be a module, got str"),
+    (lambda m: deepfast.attnres_state_dict(m, "kimi"), ValueError, "names must be"),
+    (lambda m: deepfast.attnres_options({"hidden_size": 3}), ValueError,
+     "a config with either attnres_block_size or attn_res_block_size, .* got {}"),
+    (lambda m: deepfast.attnres_options({"attnres_block_size": 4}), ValueError,
+     r"with norm_eps or rms_norm_eps, got .* and eps \[\]"),
+    (lambda m: deepfast.load_attnres(m, changed(layers__0__attn_res_proj__weight=None)),
+     ValueError, "the checkpoint has no model.layers.0.attn_res_proj.weight"),
+    (lambda m: deepfast.attnres_options(FULL | {"attnres_block_size": 3}), ValueError,
+     "must be 1 or even, .* got 3"),
+    (lambda m: deepfast.load_attnres(connected(FULL, additive="one"), checkpoint("fla")),
+     ValueError, r"'additive': False, .*, got .*'additive': True"),
+    (lambda m: deepfast.load_attnres(connected(FULL, sublayers=None), checkpoint("fla")),
+     ValueError, r"'reads': 2, 'norm_affine': True, .* got .*'reads': 1"),
+])  # fmt: skip
 def test_errors(call, error, message):
     model = connected(FULL)
     before = {n: p.clone() for n, p in model.state_dict().items()}

@@ -30,18 +30,15 @@ def assert_same_as_eager(run, model, case, out, wanted):
     torch.testing.assert_close(gradients(model, got), wanted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "backend", "recompute"),
-    [
-        ("torch post-norm", "dlcl", "eager", "none"),
-        ("torch pre-norm", "attnres", "eager", "none"),
-        ("sequential", "denseformer", "aot_eager", "layer"),
-        ("sequential", "dlcl", "aot_eager", "layer+input"),
-        ("bert", "dlcl", "aot_eager", "none"),
-        ("modernbert", "denseformer", "eager", "none"),
-        ("llama", "dlcl", "eager", "none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "backend", "recompute"), [
+    ("torch post-norm", "dlcl", "eager", "none"),
+    ("torch pre-norm", "attnres", "eager", "none"),
+    ("sequential", "denseformer", "aot_eager", "layer"),
+    ("sequential", "dlcl", "aot_eager", "layer+input"),
+    ("bert", "dlcl", "aot_eager", "none"),
+    ("modernbert", "denseformer", "eager", "none"),
+    ("llama", "dlcl", "eager", "none"),
+])  # fmt: skip
 def test_the_whole_model(name, kind, backend, recompute):
     """One graph."""
     model, *eager = connected(name, kind, recompute)

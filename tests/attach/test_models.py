@@ -9,15 +9,8 @@ import torch
 import deepfast
 from deepfast.depth.connection import DepthConnection
 from deepfast.reference.depth_mix import dlcl
-from tests.attach.models import (
-    CASES,
-    InPlace,
-    assert_same,
-    gradients,
-    literal_of,
-    outcome,
-    perturbed,
-)
+from tests.attach import models
+from tests.attach.models import CASES, assert_same, gradients, outcome, perturbed
 from tests.specifications.attention_residuals import full
 
 
@@ -26,7 +19,7 @@ def case(request):
     return CASES[request.param]
 
 
-class Literal(InPlace):
+class Literal(models.InPlace):
     """Runs the layer, then computes the next layer's input."""
 
     def mixed(self):
@@ -61,7 +54,7 @@ def test_same_as_a_literal_loop(case, kind, options):
     case.connect(model, kind, **options)
     for connection in (m for m in model.modules() if isinstance(m, DepthConnection)):
         perturbed(connection)
-    wanted = outcome(case, plain, literal_of(case, plain, model, Literal))
+    wanted = outcome(case, plain, models.literal_of(case, plain, model, Literal))
     assert_same(outcome(case, model, dict(model.named_parameters())), wanted)
 
 

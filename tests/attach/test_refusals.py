@@ -279,16 +279,13 @@ def streams(blocks, x):
     return x + other
 
 
-@pytest.mark.parametrize(
-    ("parent", "told"),
-    [
-        (Loop(), None),
-        (Loop(lambda blocks, x: every([lambda x, b=b: x + b(x) for b in blocks], x)),
-         r"layer 1 of Loop.blocks gets something else than the output that layer 0"),
-        (Loop(streams, layer=Stream), r"layer 1 of Loop.blocks gets a second tensor"),
-        (Loop(streams, layer=PassedOn), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parent", "told"), [
+    (Loop(), None),
+    (Loop(lambda blocks, x: every([lambda x, b=b: x + b(x) for b in blocks], x)),
+     r"layer 1 of Loop.blocks gets something else than the output that layer 0"),
+    (Loop(streams, layer=Stream), r"layer 1 of Loop.blocks gets a second tensor"),
+    (Loop(streams, layer=PassedOn), None),
+])  # fmt: skip
 def test_a_loop_that_changes_what_its_layers_return_is_warned_of(parent, told):
     connect(parent, norm="pre")
     for context in (torch.enable_grad, torch.inference_mode):

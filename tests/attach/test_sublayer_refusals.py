@@ -30,48 +30,38 @@ BOTH = ("norm1", "attn"), ("norm2", "mlp")
 FAULTS = {
     "swapped": (
         does(lambda m, x: (h := x + m.mlp(m.norm2(x))) + m.attn(m.norm1(h))), NAMES,
-        "the sublayer behind norm2 of layer 0 runs out of turn",
-    ),
+        "the sublayer behind norm2 of layer 0 runs out of turn"),
     "skips": (
         does(lambda m, x: x + m.mlp(m.attn(m.norm1(x)))), NAMES,
-        "the sublayer behind norm2 of layer 0 did not run",
-    ),
+        "the sublayer behind norm2 of layer 0 did not run"),
     "runs twice": (
         does(lambda m, x: TwoParts.forward(m, x + m.attn(m.norm1(x)))), NAMES,
-        "the sublayer behind norm1 of layer 0 runs twice in one call of the layer",
-    ),
+        "the sublayer behind norm1 of layer 0 runs twice in one call of the layer"),
     "another use of the norm": (
         does(lambda m, x: (h := x + m.attn(m.norm1(x)) + m.norm1(x)) + m.mlp(m.norm2(h))), NAMES,
-        "behind norm1 of layer 0 adds something else than attn returns",
-    ),
+        "behind norm1 of layer 0 adds something else than attn returns"),
     "scales its input": (
         does(lambda m, x: TwoParts.forward(m, 2 * x)), NAMES,
-        "layer 0 of Loop.blocks changes its input before its first norm",
-    ),
+        "layer 0 of Loop.blocks changes its input before its first norm"),
     "transposes": (
         does(lambda m, x: TwoParts.forward(m, x.transpose(0, 1)).transpose(0, 1)), NAMES,
-        "changes its input before its first norm",
-    ),
+        "changes its input before its first norm"),
     "factor": (
         does(lambda m, x: (h := x + 0.5 * m.attn(m.norm1(x))) + m.mlp(m.norm2(h))), NAMES,
-        "behind norm1 of layer 0 adds something else than attn returns",
-    ),
+        "behind norm1 of layer 0 adds something else than attn returns"),
     "its last module runs twice": (
         does(lambda m, x: (h := x + m.attn(m.norm1(x)) + 0 * m.attn(x)) + m.mlp(m.norm2(h))),
         NAMES, "behind norm1 of layer 0 adds something else than attn returns",
     ),
     "adds into the output": (
         does(into_the_output, attn=lambda: nn.Linear(D, D)), NAMES,
-        "needs None in place of attn, whose output is modified in place",
-    ),
+        "needs None in place of attn, whose output is modified in place"),
     "its last module does not run": (
         does(lambda m, x: (h := x + m.norm1(x)) + m.mlp(m.norm2(h))), NAMES,
-        "the sublayer behind norm1 of layer 0 ends before attn has run",
-    ),
+        "the sublayer behind norm1 of layer 0 ends before attn has run"),
     "a third sublayer": (
         does(lambda m, x: (h := TwoParts.forward(m, x)) + m.mlp.linear(h)), BOTH,
-        "behind norm2 .* else than mlp returns",
-    ),
+        "behind norm2 .* else than mlp returns"),
     "a factor behind the module": (
         Differences, (("norm1", None), ("norm2", "mlp")), "behind norm2 .* else than mlp returns",
     ),
@@ -108,40 +98,25 @@ def test_rounding_is_no_misfit(dtype):
         assert model(scale * X.to(dtype)).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("sublayers", "options", "error", "message"),
-    [
-        ("auto", {}, ValueError, "sublayers='auto' knows LlamaDecoderLayer, .*; TwoParts is none"),
-        ("all", {}, TypeError, "sublayers must be 'auto' or a pair .*, got 'all'"),
-        ((), {}, TypeError, r"sublayers must be 'auto' or a pair .*, got \(\)"),
-        (("norm1", "attn"), {}, TypeError, "sublayers must be 'auto' or a pair"),
-        ([((), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
-        ([(("norm1", 2), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
-        (
-            [("norm1", "attn"), ("norm3", "mlp")],
-            {},
-            ValueError,
-            "sublayers: TwoParts has no module 'norm3'; its modules are norm1, attn, norm2, mlp",
-        ),
-        (
-            [("norm1", "attn"), ("norm2", "attn")],
-            {},
-            ValueError,
-            "a Part is a part of two sublayers",
-        ),
-        (NAMES, {"connection": "dlcl"}, ValueError, "sublayers needs attention residuals"),
-        (NAMES, {"norm": "post"}, ValueError, "needs norm='pre', got 'post'"),
-        (None, {"additive": "gated"}, ValueError, "additive='gated' needs sublayers=, got None"),
-        (NAMES, {"additive": "two"}, ValueError, "additive must be one of gated, one, got 'two'"),
-        (
-            NAMES,
-            {"additive": "one", "recompute": "layer+input"},
-            ValueError,
-            "expected recompute='none' or 'layer', got 'layer\\+input'",
-        ),
-        (NAMES, {"reads": 2}, ValueError, "reads is given by sublayers="),
-    ],
-)
+@pytest.mark.parametrize(("sublayers", "options", "error", "message"), [
+    ("auto", {}, ValueError, "sublayers='auto' knows LlamaDecoderLayer, .*; TwoParts is none"),
+    ("all", {}, TypeError, "sublayers must be 'auto' or a pair .*, got 'all'"),
+    ((), {}, TypeError, r"sublayers must be 'auto' or a pair .*, got \(\)"),
+    (("norm1", "attn"), {}, TypeError, "sublayers must be 'auto' or a pair"),
+    ([((), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
+    ([(("norm1", 2), "attn")], {}, TypeError, "sublayers must be 'auto' or a pair"),
+    ([("norm1", "attn"), ("norm3", "mlp")], {}, ValueError,
+     "sublayers: TwoParts has no module 'norm3'; its modules are norm1, attn, norm2, mlp"),
+    ([("norm1", "attn"), ("norm2", "attn")], {}, ValueError,
+     "a Part is a part of two sublayers"),
+    (NAMES, {"connection": "dlcl"}, ValueError, "sublayers needs attention residuals"),
+    (NAMES, {"norm": "post"}, ValueError, "needs norm='pre', got 'post'"),
+    (None, {"additive": "gated"}, ValueError, "additive='gated' needs sublayers=, got None"),
+    (NAMES, {"additive": "two"}, ValueError, "additive must be one of gated, one, got 'two'"),
+    (NAMES, {"additive": "one", "recompute": "layer+input"}, ValueError,
+     r"expected recompute='none' or 'layer', got 'layer\+input'"),
+    (NAMES, {"reads": 2}, ValueError, "reads is given by sublayers="),
+])  # fmt: skip
 def test_arguments(sublayers, options, error, message):
     with pytest.raises(error, match=message):
         connected(sublayers=sublayers, **options)

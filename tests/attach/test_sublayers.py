@@ -76,19 +76,16 @@ class Nested(TwoParts):
 SUMS = ("norm1", None), ("norm2", None)
 
 
-@pytest.mark.parametrize(
-    ("layer", "sublayers"),
-    [
-        (layers.SideBySide, [(("norm1", "norm2"), None)]),
-        (layers.Differences, SUMS),
-        (layers.Flat, SUMS),
-        (layers.Flat, NAMES),
-        (layers.Gated, SUMS),
-        (layers.AddsInPlace, (("norm1", "attn"), ("norm2", "mlp"))),
-        (layers.ByKeyword, NAMES),
-        (Nested, NAMES),
-    ],
-)
+@pytest.mark.parametrize(("layer", "sublayers"), [
+    (layers.SideBySide, [(("norm1", "norm2"), None)]),
+    (layers.Differences, SUMS),
+    (layers.Flat, SUMS),
+    (layers.Flat, NAMES),
+    (layers.Gated, SUMS),
+    (layers.AddsInPlace, (("norm1", "attn"), ("norm2", "mlp"))),
+    (layers.ByKeyword, NAMES),
+    (Nested, NAMES),
+])  # fmt: skip
 def test_other_layers(layer, sublayers):
     got, wanted = both(connected(layer, sublayers))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)

@@ -19,9 +19,7 @@ WHISPER = models.SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 10}
 CASES = {
     **{n: models.CASES[n] for n in ("torch pre-norm", "modernbert", "t5", "llama", "vit", "timm")},
     "whisper": Case(
-        lambda: fresh("WhisperModel", **WHISPER).get_encoder(),
-        "pre",
-        (":layers",),
+        lambda: fresh("WhisperModel", **WHISPER).get_encoder(), "pre", (":layers",),
         lambda model: model(models._numbers(model, 2, 8, 20)).last_hidden_state,
     ),
     "gpt2": _hf("GPT2LMHeadModel", "transformer:h", norm="pre"),
@@ -31,7 +29,7 @@ CASES = {
     ),
     "gemma2": _hf("Gemma2ForCausalLM", "model:layers", norm="pre"),
     "qwen3": _hf("Qwen3ForCausalLM", "model:layers", norm="pre"),
-}
+}  # fmt: skip
 
 
 def connect(case, model, **options):

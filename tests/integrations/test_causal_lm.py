@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import deepfast
-from tests.attach.models import assert_equal, assert_same, batch, fresh, make, results
+from tests.attach import models
+from tests.attach.models import assert_equal, assert_same, batch, fresh, make, of_loss, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 EQUAL = [
@@ -23,11 +24,7 @@ EQUAL = [
 
 def ours(model, inputs):
     """As `results`, by causal_lm_loss."""
-    model.zero_grad()
-    loss = deepfast.causal_lm_loss(model, **inputs)
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | grads
+    return of_loss(model, deepfast.causal_lm_loss(model, **inputs))
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -54,18 +51,15 @@ def test_number_of_items(items):
     assert_same(ours(model, inputs), results(model, inputs))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("Gemma2ForCausalLM", {"final_logit_softcapping": 30.0}, "scales, caps or otherwise"),
-        ("CohereForCausalLM", {"logit_scale": 0.25}, "scales, caps or otherwise"),
-        ("GraniteForCausalLM", {"logits_scaling": 8.0}, "scales, caps or otherwise"),
-        ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "another loss"),
-        ("BertForMaskedLM", {}, "gives its output layer other states"),
-        ("BartForConditionalGeneration", {}, "gives its output layer other states"),
-        ("T5ForConditionalGeneration", {}, "no base model"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "words"), [
+    ("Gemma2ForCausalLM", {"final_logit_softcapping": 30.0}, "scales, caps or otherwise"),
+    ("CohereForCausalLM", {"logit_scale": 0.25}, "scales, caps or otherwise"),
+    ("GraniteForCausalLM", {"logits_scaling": 8.0}, "scales, caps or otherwise"),
+    ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "another loss"),
+    ("BertForMaskedLM", {}, "gives its output layer other states"),
+    ("BartForConditionalGeneration", {}, "gives its output layer other states"),
+    ("T5ForConditionalGeneration", {}, "no base model"),
+])  # fmt: skip
 def test_other_models_are_refused(name, options, words):
     """Also with the small logits of a model at its start; and nothing of the model changes."""
     model, inputs = fresh(name, **options), batch()
@@ -207,10 +201,7 @@ def test_lora(target):
     config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
     model, inputs = peft.get_peft_model(make("LlamaForCausalLM"), config), batch(padded=True)
     if target == "lm_head":
-        with pytest.raises(
-            ValueError,
-            match=r"must be a .* got .*peft\.tuners\.lora\.layer\.Li",
-        ):
+        with pytest.raises(ValueError, match=r"must be a .* got .*peft\.tuners\.lora\.layer\.Li"):
             deepfast.causal_lm_loss(model, **inputs)
     else:
         assert_same(ours(model, inputs), results(model, inputs))
@@ -227,21 +218,10 @@ def test_prefixes_of_peft_are_refused():
             deepfast.causal_lm_loss(model, **batch())
 
 
-class Loss(nn.Module):
-    """What DDP, FSDP and torch.compile wrap."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        return deepfast.causal_lm_loss(self.model, **inputs)
-
-
 def test_compiled():
     model, inputs = make("LlamaForCausalLM"), batch()
     want = deepfast.causal_lm_loss(model, **inputs)
-    loss = torch.compile(Loss(model), backend="eager", fullgraph=True)(**inputs)
+    loss = torch.compile(models.Loss(model), backend="eager", fullgraph=True)(**inputs)
     torch.testing.assert_close(loss, want)
 
 

@@ -157,18 +157,15 @@ def history(kind, pre=True, start=False):
     made.add(torch.zeros(1, DIM))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: history("gru"), ValueError, "must be one of .*, got 'gru'"),
-        (lambda: history("residual", False), ValueError, "'residual' is not a sum of layers in p"),
-        (lambda: history("learnable_dense_nonorm", False), ValueError,
-         "needs encoder_normalize_before"),
-        (lambda: history("learnable_dense"), RuntimeError, r"call clean\(\) at the start"),
-        (lambda: history("learnable_dense", start=True), RuntimeError,
-         r"call add\(x\) before pop\(\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda: history("gru"), ValueError, "must be one of .*, got 'gru'"),
+    (lambda: history("residual", False), ValueError, "'residual' is not a sum of layers in p"),
+    (lambda: history("learnable_dense_nonorm", False), ValueError,
+     "needs encoder_normalize_before"),
+    (lambda: history("learnable_dense"), RuntimeError, r"call clean\(\) at the start"),
+    (lambda: history("learnable_dense", start=True), RuntimeError,
+     r"call add\(x\) before pop\(\)"),
+])  # fmt: skip
 def test_refuses(call, error, words):
     with pytest.raises(error, match=words):
         call()

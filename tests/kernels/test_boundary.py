@@ -46,24 +46,20 @@ SHARED = [
 
 @BOTH
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "options",
-    [
-        *SHARED,
-        NO_NORM | NO_AFFINE,
-        NO_NORM,
-        {"norm_bias": None, "dnorm_bias": None},
-        OUT_RMS | {"dx": None} | PER_CHANNEL,
-        OUT_RMS | {"source_rms": True},
-        SOURCE_RMS,
-        SOURCE_RMS | OUT_RMS | PER_CHANNEL,
-        SOURCE_RMS | NO_AFFINE | {"dropout_p": 0.0, "residual": None},
-        SOURCE_RMS | {"branch": None},
-        PER_CHANNEL,
-        PER_CHANNEL | NO_NORM | NO_AFFINE,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    *SHARED,
+    NO_NORM | NO_AFFINE,
+    NO_NORM,
+    {"norm_bias": None, "dnorm_bias": None},
+    OUT_RMS | {"dx": None} | PER_CHANNEL,
+    OUT_RMS | {"source_rms": True},
+    SOURCE_RMS,
+    SOURCE_RMS | OUT_RMS | PER_CHANNEL,
+    SOURCE_RMS | NO_AFFINE | {"dropout_p": 0.0, "residual": None},
+    SOURCE_RMS | {"branch": None},
+    PER_CHANNEL,
+    PER_CHANNEL | NO_NORM | NO_AFFINE,
+], ids=str)  # fmt: skip
 def test_options(tolerances, poison, kernels, options):
     both(tolerances, kernels, "boundary", **options)
 
@@ -87,18 +83,15 @@ def test_the_only_row_of_its_block_may_be_wide(tolerances, poison, kernels):
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, PER_CHANNEL], ids=str)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("near", "pulls"),
-    [
-        ((4,), (4,)),
-        ((0, 2, 4), (4, 6, 8)),
-        ((0, 1, 2, 3, 4), (4, 5)),
-        ((0, 1, 4), (4, 5, 9)),
-        ((3, 1), (9, 4)),
-        ((1, 3), (5, 7, 9)),
-        ((4,), ()),
-    ],
-)
+@pytest.mark.parametrize(("near", "pulls"), [
+    ((4,), (4,)),
+    ((0, 2, 4), (4, 6, 8)),
+    ((0, 1, 2, 3, 4), (4, 5)),
+    ((0, 1, 4), (4, 5, 9)),
+    ((3, 1), (9, 4)),
+    ((1, 3), (5, 7, 9)),
+    ((4,), ()),
+])  # fmt: skip
 def test_patterns(tolerances, poison, kernels, op, near, pulls, options):
     """Dilation, periods, blocks, any order, and rows that do not read their own state."""
     lists = {"near": near, "pull_rows": pulls, "pull_slots": [row + 1 for row in pulls]}

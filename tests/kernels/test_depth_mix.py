@@ -31,19 +31,15 @@ def test_takes_any_number_of_sources(count, tolerances, poison, kernels):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        NO_NORM,
-        {"norm_weight": None, "dnorm_weight": None},
-        {"norm_bias": None, "dnorm_bias": None},
-        {"choice": 1},
-        {"choice": 1} | NO_NORM,
-        {"dweight": None, "dnorm_weight": None, "dnorm_bias": None},
-        {"dsources": []},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    NO_NORM,
+    {"norm_weight": None, "dnorm_weight": None},
+    {"norm_bias": None, "dnorm_bias": None},
+    {"choice": 1},
+    {"choice": 1} | NO_NORM,
+    {"dweight": None, "dnorm_weight": None, "dnorm_bias": None},
+    {"dsources": []},
+], ids=str)  # fmt: skip
 def test_depth_mix_with_optional_operands(options, dtype, tolerances, poison, kernels):
     both(tolerances, kernels, "depth_mix", dtype, T=5, D=40, **options)
 
@@ -60,18 +56,14 @@ def test_depth_attention(count, hops, given, dtype, tolerances, poison, kernels)
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", WAYS, ids=str)
 @pytest.mark.parametrize("hops", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        NO_SOFTMAX | {"dsources": []},
-        QUERY | {"norm": False},
-        QUERY | {"dlse": None},
-        QUERY | {"dquery": None},
-        QUERY | {"dsources": []},
-        SCORES | {"dscores": None},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    NO_SOFTMAX | {"dsources": []},
+    QUERY | {"norm": False},
+    QUERY | {"dlse": None},
+    QUERY | {"dquery": None},
+    QUERY | {"dsources": []},
+    SCORES | {"dscores": None},
+], ids=str)  # fmt: skip
 def test_depth_attention_with_optional_operands(options, hops, dtype, tolerances, poison, kernels):
     given = {"T": 5, "D": 40, "H": hops} | options
     given |= {"out": None} if options.get("most", 1) is None else {}

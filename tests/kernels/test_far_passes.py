@@ -28,21 +28,18 @@ def lists(name, sources, rows, inplace=True):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(
-    ("name", "sources", "rows"),
-    [
-        *((name, *given) for name in MIX for given in (
-            (range(13), range(13, 18)), (range(4), range(4, 20)), ([4], [4]),
-            (range(1, 18, 4), [18, 20]), ([0, 1, 2, 5, 6, 9], [10, 11, 14]),
-        )),
-        ("mix_rows", [], [3, 4]),
-        *((name, *given) for name in PULL for given in (
-            (range(9), range(9, 21)), (range(16), range(16, 20)), ([3], [4]),
-            (range(0, 8, 3), range(8, 20, 2)), ([0, 1, 3], [4, 5, 9, 10, 18]),
-            ([2, 1, 0], [9, 8, 7]),
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "sources", "rows"), [
+    *((name, *given) for name in MIX for given in (
+        (range(13), range(13, 18)), (range(4), range(4, 20)), ([4], [4]),
+        (range(1, 18, 4), [18, 20]), ([0, 1, 2, 5, 6, 9], [10, 11, 14]),
+    )),
+    ("mix_rows", [], [3, 4]),
+    *((name, *given) for name in PULL for given in (
+        (range(9), range(9, 21)), (range(16), range(16, 20)), ([3], [4]),
+        (range(0, 8, 3), range(8, 20, 2)), ([0, 1, 3], [4, 5, 9, 10, 18]),
+        ([2, 1, 0], [9, 8, 7]),
+    )),
+])  # fmt: skip
 @pytest.mark.each_value
 def test_takes_any_list(name, sources, rows, accumulate, dtype, tolerances, poison, kernels):
     given = lists(name, sources, rows) | {"T": 5, "D": 24, "accumulate": accumulate}
@@ -63,24 +60,20 @@ RELU = {"kind": "relu", "stats": None, "out_stats": None}
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", WAYS, ids=str)
-@pytest.mark.parametrize(
-    ("names", "options"),
-    [
-        (("mix_rows", "pull_rows"), {"norm_weight": None}),
-        (("mix_rows", "pull_rows"), {"norm_bias": None}),
-        (("mix_rows", "pull_rows"), NO_NORM),
-        (("mix_rows", "pull_rows"), {"choice": 1}),
-        (("mix_rows", "pull_rows"), {"choice": 1} | NO_NORM),
-        (("pull_rows",), {"dweight": None}),
-        (("pull_rows",), {"dweight": None, "choice": 1}),
-        (("attend_rows", "attend_pull"), RELU),
-        (("attend_rows", "attend_pull"), RELU | {"bias": None, "dbias": None}),
-        (("attend_rows", "attend_pull"), {"bias": None, "dbias": None}),
-        (("attend_pull",), {"dquery": None, "dbias": None}),
-        (("attend_pull",), RELU | {"dquery": None, "dbias": None}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("names", "options"), [
+    (("mix_rows", "pull_rows"), {"norm_weight": None}),
+    (("mix_rows", "pull_rows"), {"norm_bias": None}),
+    (("mix_rows", "pull_rows"), NO_NORM),
+    (("mix_rows", "pull_rows"), {"choice": 1}),
+    (("mix_rows", "pull_rows"), {"choice": 1} | NO_NORM),
+    (("pull_rows",), {"dweight": None}),
+    (("pull_rows",), {"dweight": None, "choice": 1}),
+    (("attend_rows", "attend_pull"), RELU),
+    (("attend_rows", "attend_pull"), RELU | {"bias": None, "dbias": None}),
+    (("attend_rows", "attend_pull"), {"bias": None, "dbias": None}),
+    (("attend_pull",), {"dquery": None, "dbias": None}),
+    (("attend_pull",), RELU | {"dquery": None, "dbias": None}),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("inplace", [False, True])
 def test_options(names, options, inplace, dtype, tolerances, poison, kernels):
     for name in names:
@@ -118,8 +111,7 @@ def test_scores_of_minus_infinity_have_no_weight(dtype, kernels):
         run(kernels("attention_boundary"), "attend_rows", given | more, dtype, dtype)
         for more in ({"bias": bias}, {"bias": None, "sources": [1, 3]})
     )
-    for name in got:
-        torch.testing.assert_close(got[name], expected[name])
+    torch.testing.assert_close(got, expected)
 
 
 def large(D, *, affine=True):

@@ -103,8 +103,6 @@ def test_an_integer_of_64_bits_goes_tritons_way(kernel, changed):
     assert [len(compiled.launched) for compiled in kernel.made] == [0, 0]
 
 
-# ---- the check before first use ------------------------------------------------------------------
-
 PLAIN, SHIFTED, APART = torch.randn(4, 16), torch.randn(65)[1:].view(4, 16), torch.randn(4, 24)
 
 

@@ -5,7 +5,6 @@ import torch
 
 from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.flops import recomputed_flops, step_flops
-from deepfast.memory.plan import uniform_peak
 from deepfast.memory.recording import _record, recording
 from deepfast.memory.table import advise, describe, lines
 from deepfast.memory.timeline import peak_table
@@ -25,16 +24,13 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "written"),
-    [
-        ("24GiB", 24 * 2**30, "24.0 GiB"), ("24 gib", 24 * 2**30, "24.0 GiB"),
-        (" 24GB ", 24 * 10**9, "22.4 GiB"), ("1.5KiB", 1536, "1.50 KiB"),
-        (".5MB", 500_000, "488 KiB"), ("7", 7, "7 B"), ("7B", 7, "7 B"), (999, 999, "999 B"),
-        (2.0**40, 2**40, "1.00 TiB"), (2**30 - 1, 2**30 - 1, "1.00 GiB"),
-        (345 * 2**20, 345 * 2**20, "345 MiB"), (3 * 2**50, 3 * 2**50, "3072 TiB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "size", "written"), [
+    ("24GiB", 24 * 2**30, "24.0 GiB"), ("24 gib", 24 * 2**30, "24.0 GiB"),
+    (" 24GB ", 24 * 10**9, "22.4 GiB"), ("1.5KiB", 1536, "1.50 KiB"),
+    (".5MB", 500_000, "488 KiB"), ("7", 7, "7 B"), ("7B", 7, "7 B"), (999, 999, "999 B"),
+    (2.0**40, 2**40, "1.00 TiB"), (2**30 - 1, 2**30 - 1, "1.00 GiB"),
+    (345 * 2**20, 345 * 2**20, "345 MiB"), (3 * 2**50, 3 * 2**50, "3072 TiB"),
+])  # fmt: skip
 def test_bytes_are_read_and_written(text, size, written):
     assert parse_bytes(text) == size
     assert format_bytes(size) == written
@@ -152,14 +148,8 @@ def test_the_table_adds_up():
 
 def test_fewer_heads_of_keys():
     """Parameters of the stacks, and less of everything that depends on keys and values."""
-    sizes = {
-        "num_layers": 3,
-        "dim": 32,
-        "tokens": 999,
-        "num_heads": 8,
-        "decoder_layers": 2,
-        "ffn_dim": 40,
-    }
+    sizes = {"num_layers": 3, "dim": 32, "tokens": 999, "num_heads": 8, "ffn_dim": 40}
+    sizes["decoder_layers"] = 2
     more, less = (
         plan(budget="1TiB", **sizes, num_kv_heads=kv, connection="residual", vocab_size=7)
         for kv in (None, 2)
@@ -189,46 +179,42 @@ def test_recomputation_is_that_of_the_design():
     assert recomputed_flops(long.sides[0], "ffn") == recomputed_flops(sizes.sides[0], "ffn")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": None, "dim": None}, "budget, num_layers, dim, tokens: expected at "
-        "least three "
-         "of them, got none for num_layers and dim"),
-        ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
-         "without a decoder, got 'ffn' for decoder_layers=0"),
-        ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
-        ({"dim": 2.5}, r"dim: expected an integer of at least 1, got 2\.5"),
-        ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
-        ({"dim": "wide"}, "dim: expected an integer of at least 1, got 'wide'"),
-        ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
-        ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
-        ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
-        ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
-        ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'$"),
-        ({"recompute": ["none"]}, "one policy for each of 30 layers, got 1"),
-        ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
-        ({"connection": "denseformer"},
-         r"^connection: expected one of dlcl, .*, got 'denseformer', which plan counts as dlcl$"),
-        ({"length": 8193}, "length: expected at most tokens 8192, got 8193"),
-        ({"connection": "attnres", "norm": "post"},
-         "norm: expected pre with connection 'attnres', got 'post'"),
-        ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
-        ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
-         "with dlcl and residual$"),
-        ({"connection": "attnres", "weight_type": "vector"},
-         "^weight_type: expected none without connection dlcl, got 'vector' with attnres and "
-         "residual$"),
-        ({"decoder_connection": "attnres", "decoder_layers": 0, "reads": 1}, "^reads: expected no"),
-        ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
-        ({"padding": float("nan")}, "padding: expected True or False, got nan"),
-        ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
-         "num_heads: expected an integer of at least 1, got 1.5"),
-        ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
-        ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
-        r"num_layers 1, got 1\."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_layers": None, "dim": None}, "budget, num_layers, dim, tokens: expected at least "
+     "three of them, got none for num_layers and dim"),
+    ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
+     "without a decoder, got 'ffn' for decoder_layers=0"),
+    ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
+    ({"dim": 2.5}, r"dim: expected an integer of at least 1, got 2\.5"),
+    ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
+    ({"dim": "wide"}, "dim: expected an integer of at least 1, got 'wide'"),
+    ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
+    ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
+    ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
+    ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
+    ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'$"),
+    ({"recompute": ["none"]}, "one policy for each of 30 layers, got 1"),
+    ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
+    ({"connection": "denseformer"},
+     r"^connection: expected one of dlcl, .*, got 'denseformer', which plan counts as dlcl$"),
+    ({"length": 8193}, "length: expected at most tokens 8192, got 8193"),
+    ({"connection": "attnres", "norm": "post"},
+     "norm: expected pre with connection 'attnres', got 'post'"),
+    ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
+    ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
+     "with dlcl and residual$"),
+    ({"connection": "attnres", "weight_type": "vector"},
+     "^weight_type: expected none without connection dlcl, got 'vector' with attnres and "
+     "residual$"),
+    ({"decoder_connection": "attnres", "decoder_layers": 0, "reads": 1}, "^reads: expected no"),
+    ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
+    ({"padding": float("nan")}, "padding: expected True or False, got nan"),
+    ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
+     "num_heads: expected an integer of at least 1, got 1.5"),
+    ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
+    ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
+    r"num_layers 1, got 1\."),
+])  # fmt: skip
 def test_errors_say_what_expected_got(changes, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"budget": "24GiB", "num_layers": 30, **MODEL} | changes)
@@ -276,13 +262,6 @@ def test_the_width_advised_is_the_roundest_that_fits(num_heads, budget, step):
     assert width % step == 0
     assert plan(budget=budget, dim=width, **sizes).fits
     assert not plan(budget=budget, dim=width + step, **sizes).fits
-
-
-def test_policies_are_ordered_by_memory():
-    sizes = plan(budget="1TiB", num_layers=60, **MODEL).sizes
-    peaks = [uniform_peak(sizes, policy) for policy in POLICIES]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > peaks[-1]
 
 
 @pytest.mark.parametrize(("free", "most"), [("num_layers", 1), ("tokens", 5), ("dim", 6)])

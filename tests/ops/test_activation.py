@@ -98,17 +98,11 @@ def test_what_is_not_finite(backend, kind, dtype, dout):
         torch.testing.assert_close(a, b.to(dtype), equal_nan=True)
 
 
-# ---- in place ----------------------------------------------------------------------------------
-
-
 def test_in_place_takes_no_memory(meter, kind):
     h = torch.randn(200, 300)
     with meter() as m:
         compute(activation_op.operands(h, None, kind, P, torch.tensor(1), "cpu"), inplace=True)
     assert m.peak < h.nbytes / 10
-
-
-# ---- how it behaves in a training loop ---------------------------------------------------------
 
 
 def test_relu_keeps_its_result_alone_and_gelu_its_input(backend, kind):

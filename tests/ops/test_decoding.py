@@ -17,9 +17,6 @@ def without_gradients():
         yield
 
 
-# ---- cached_attention ----------------------------------------------------------------------------
-
-
 def poisoned(*shape, dtype):
     return torch.full(shape, math.nan, dtype=dtype)
 
@@ -95,19 +92,16 @@ def test_large_scores_nan_and_nothing_seen():
     assert none.shape == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sentences": torch.tensor([0, 3])}, "expected sentences below 3"),
-        ({"sentences": torch.tensor([0])}, "expected 2 contiguous values in int64"),
-        ({"columns": torch.tensor([[0], [5]])}, "expected columns below 5"),
-        ({"columns": torch.tensor([[-1], [0]])}, "expected columns below 5"),
-        ({"columns": None}, "key, value and columns go together"),
-        ({"q": torch.randn(2, 7)}, "expected q"),
-        ({"q": torch.randn(2, 8).double()}, "in the dtype of q"),
-        ({"padding": torch.zeros(3, 5, dtype=torch.bool)}, "and no columns"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"sentences": torch.tensor([0, 3])}, "expected sentences below 3"),
+    ({"sentences": torch.tensor([0])}, "expected 2 contiguous values in int64"),
+    ({"columns": torch.tensor([[0], [5]])}, "expected columns below 5"),
+    ({"columns": torch.tensor([[-1], [0]])}, "expected columns below 5"),
+    ({"columns": None}, "key, value and columns go together"),
+    ({"q": torch.randn(2, 7)}, "expected q"),
+    ({"q": torch.randn(2, 8).double()}, "in the dtype of q"),
+    ({"padding": torch.zeros(3, 5, dtype=torch.bool)}, "and no columns"),
+])  # fmt: skip
 def test_refused_operands(changed, message):
     keys, values = torch.randn(2, 3, 2, 5, 4)
     given = {"q": torch.randn(2, 8), "keys": keys, "values": values}
@@ -115,9 +109,6 @@ def test_refused_operands(changed, message):
     given |= {"new": (torch.randn(2, 8), torch.randn(2, 8))} | changed
     with pytest.raises(RuntimeError, match=message):
         decoding.cached_attention(**given)
-
-
-# ---- best_tokens ---------------------------------------------------------------------------------
 
 
 def both(logits, count, banned, eos):
@@ -129,8 +120,7 @@ def both(logits, count, banned, eos):
 
 def assert_alike(got, want):
     """A log-probability of 0 has no token."""
-    for x, y in zip(got[::2], want[::2], strict=True):
-        torch.testing.assert_close(x, y, equal_nan=True)
+    torch.testing.assert_close(got[::2], want[::2], equal_nan=True)
     real = got[0] > -math.inf
     assert torch.equal(real, want[0] > -math.inf)
     assert torch.equal(got[1][real], want[1][real])
@@ -181,9 +171,6 @@ def test_extreme_rows():
 def test_refused_eos():
     with pytest.raises(RuntimeError, match="expected eos below 5, got 5"):
         decoding.best_tokens(torch.randn(2, 5), 2, [], 5)
-
-
-# ---- who is served -------------------------------------------------------------------------------
 
 
 def test_what_the_compiled_ops_serve(monkeypatch):

@@ -96,8 +96,6 @@ def test_everything_is_dropped(backend, dropped, p):
     assert x.grad.eq(0).all()
 
 
-# ---- a seed that the caller changes in place after forward ---------------------------------------
-
 DROPPING = ["layer_norm", "rms_norm", "activation", "attention", "norm_linear", "feed_forward"]
 
 

@@ -14,8 +14,6 @@ from tests.ops.cases import EVERY, PRODUCTS, RMS, ROWS, Call, assert_agrees, equ
 EVERY_OP = pytest.mark.parametrize("name", EVERY)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-# ---- numbers -------------------------------------------------------------------------------------
-
 # Rows with and without whole vectors, with several kinds of tail; rows of more than 8192 channels.
 SIZES = {
     "small": Sizes(5, 17, 32, 20),
@@ -60,9 +58,6 @@ def test_dtypes_of_results(backend, name, dtype):
     ]
     grads = torch.autograd.grad([o.float().sum() for o in out], list(leaves.values()))
     assert [g.dtype for g in grads] == [x.dtype for x in leaves.values()]
-
-
-# ---- tokens, strides, threads --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
@@ -126,9 +121,6 @@ def test_bit_identical_on_any_number_of_threads(threads, name):
     for n in (2, 2, 3):
         with threads(n):
             assert equal(results(c.run, c.leaves), one)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
 
 
 @EVERY_OP

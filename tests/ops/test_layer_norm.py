@@ -67,9 +67,6 @@ def test_a_large_result_has_the_values_of_its_parts(dtype, dim):
         assert torch.equal(large, torch.cat(small))
 
 
-# ---- how it behaves in a training loop ---------------------------------------------------------
-
-
 def test_gradients_of_two_leaves_share_no_memory(backend):
     x, r = torch.randn(2, 4, 6).unbind()
     x, r = x.clone().requires_grad_(), r.clone().requires_grad_()

@@ -129,9 +129,6 @@ def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk)
     assert alone.item() == correct.item()
 
 
-# ---- in a training loop --------------------------------------------------------------------------
-
-
 def test_gradients_for_several_factors_at_once(backend):
     hidden, weight, target = operands(9, 8, 33)
     leaves = hidden.requires_grad_(), weight.requires_grad_()

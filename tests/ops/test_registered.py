@@ -14,11 +14,6 @@ from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.kernels.agreement import ABSENT, numbers
 from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results
 
-
-def leaf(*shape):
-    return torch.randn(shape, requires_grad=True)
-
-
 # The backend is an argument of the operator, which is one and the same.
 _CASES = [
     pytest.param(backend, p, marks=() if (backend, p) == ("cpu", P) else pytest.mark.exhaustive)
@@ -91,7 +86,8 @@ def test_flops(name):
 @pytest.mark.parametrize("layers", [3, 12])
 def test_flops_of_a_stack(layers):
     """Each pair of layers counts once forward and twice backward, for any block size."""
-    dlcl, x, history = DLCL(layers, D, backend="cpu"), leaf(T, D), DepthHistory()
+    dlcl, history = DLCL(layers, D, backend="cpu"), DepthHistory()
+    x = torch.randn(T, D, requires_grad=True)
     pairs = (layers + 1) * (layers + 2) // 2
     with FlopCounterMode(display=False) as counter:
         for _ in range(layers + 1):

@@ -51,9 +51,6 @@ def broken(monkeypatch):
     return install
 
 
-# ---- when ----------------------------------------------------------------------------------------
-
-
 def test_each_variant_is_checked_once(device, cache, caplog, no_process):
     for width in (9, 9, 16, 9):
         assert norm(width) == "triton"
@@ -115,18 +112,12 @@ def test_a_wrong_mode_is_one_sentence(device, monkeypatch):
         norm()
 
 
-# ---- wrong kernels -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("wrong", "y: error 1, allowed"),
-        ("odd", "y: error "),
-        ("not_finite", "y: not finite"),
-        ("raises", "RuntimeError: broken on purpose"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("wrong", "y: error 1, allowed"),
+    ("odd", "y: error "),
+    ("not_finite", "y: not finite"),
+    ("raises", "RuntimeError: broken on purpose"),
+])  # fmt: skip
 def test_a_wrong_kernel_is_replaced_and_remembered(
     device, broken, monkeypatch, caplog, fault, said
 ):
@@ -252,9 +243,6 @@ def test_a_check_that_is_interrupted_is_made_again(device, monkeypatch, raised):
     # Not even where the process has ended since then.
     monkeypatch.setattr(store, "_start", lambda _: None)
     assert norm() == "triton"
-
-
-# ---- what surrounds the call ---------------------------------------------------------------------
 
 
 def test_the_users_state_is_untouched(device):

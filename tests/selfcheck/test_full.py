@@ -21,15 +21,6 @@ def test_every_op_has_cases():
     assert set(sizes.KERNELS) == set(backend.OPS)
 
 
-def test_the_bias_of_relu_scores_is_compared():
-    calls = sizes.LISTED["attention_boundary"](sizes.QUICK["cpu"])
-    (relu,) = (case for case in calls if case.name == "relu")
-    assert "connection__bias" in relu.operands
-    assert check.fault(relu, "cpu", torch.float32, "cpu") is None
-
-
-# ---- one job -------------------------------------------------------------------------------------
-
 SAID = {
     "wrong": "output 0: error 1, allowed",
     "odd": "output 0: error ",
@@ -110,9 +101,6 @@ def test_a_kernel_that_writes_to_an_operand_is_named():
     case = cases.Case(name="writes", op="layer_norm", operands=given, run=function)
     said = check.fault(case, "cpu", torch.float32, CPU)
     assert said.startswith("writes: operand bias: error ")
-
-
-# ---- all jobs, and the command -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -213,15 +201,12 @@ def test_what_memory_or_times_say(start, capsys):
     assert "SIGSEGV" in store.of(CPU).wrong["layer_norm", "triton", "bfloat16"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--op", "softmax"), "--op: expected one of layer_norm, "),
-        (("--device", "tpu9"), "--device: expected a GPU such as cuda:1 (elsewhere"),
-        (("--device", "cpu"), "elsewhere there is nothing to check"),
-        (("--device", "cuda:99"), "--device: expected a device of this machine, got 'cuda:99'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--op", "softmax"), "--op: expected one of layer_norm, "),
+    (("--device", "tpu9"), "--device: expected a GPU such as cuda:1 (elsewhere"),
+    (("--device", "cpu"), "elsewhere there is nothing to check"),
+    (("--device", "cuda:99"), "--device: expected a device of this machine, got 'cuda:99'"),
+])  # fmt: skip
 def test_the_command_refuses_in_one_sentence(capsys, words, said):
     assert main(["selfcheck", *words]) == 1
     assert said in capsys.readouterr().err
