@@ -129,7 +129,12 @@ def launchers(op: str, backend: str) -> dict[str, Launcher]:
 def compiled_launch(packet) -> Launcher:
     # The function inside of an op of torch, which calls the dispatcher, costs less time.
     op = packet.default._op
-    return lambda operands: op(*operands)
+
+    def run(operands: tuple) -> None:
+        op(*operands)
+
+    run.op = op  # type: ignore[attr-defined]
+    return run
 
 
 def _launches(op: str, backend: str, check: bool) -> SimpleNamespace | None:

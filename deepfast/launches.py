@@ -105,10 +105,12 @@ class Launch:
         ``Tensor?`` that is not named is None. Its attribute ``run`` takes a record."""
         named = (f"{o.name}=None" if o.type == "Tensor?" else o.name for o in self.operands)
         # Compiled once, because a function with **kwargs would cost each call more time, as would
-        # the named tuple's own constructor.
+        # the named tuple's own constructor, or a record that only passes on to an op of torch.
+        operands, op = ", ".join(self.names), getattr(run, "op", None)
         call = eval(
-            f"lambda *, {', '.join(named)}: run(new(record, ({', '.join(self.names)},)))",
-            {"run": run, "new": tuple.__new__, "record": self.record},
+            f"lambda *, {', '.join(named)}: "
+            + (f"op({operands})" if op else f"run(new(record, ({operands},)))"),
+            {"op": op, "run": run, "new": tuple.__new__, "record": self.record},
         )
         call.__name__ = call.__qualname__ = self.name
         call.run = run

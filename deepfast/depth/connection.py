@@ -161,10 +161,7 @@ class DepthConnection(nn.Module, abc.ABC):
         """
         if out_norm is None and not return_x:
             raise ValueError(f"{self.name}: return_x=False needs out_norm, got None")
-        push = Push(
-            y, residual, index=index, dropout_p=dropout_p, seed=seed, out_norm=out_norm,
-            return_x=return_x,
-        )  # fmt: skip
+        push = Push(y, residual, index, dropout_p, seed, out_norm, return_x)
         if not torch.compiler.is_compiling():
             return self._push(push, history)
         if history.eager:
@@ -244,8 +241,7 @@ class DepthConnection(nn.Module, abc.ABC):
             checks.like(op, "residual", residual, "the branch", y)
         if out_norm is not None:
             self._check_out_norm(out_norm, y.device)
-        push.k = self._next_index(push.index, history)
-        push.recomputed = push.k < len(history)
+        self._number(push, history)
         self._check_one_norm(out_norm, push.k)
 
     def _check_one_norm(self, out_norm: OutNorm | None, k: int) -> None:
@@ -271,12 +267,13 @@ class DepthConnection(nn.Module, abc.ABC):
                 f"RMSNorm.as_output()), got {type(out_norm).__name__}"
             )
         checks.eps(self.name, out_norm.eps, argument="out_norm.eps")
-        for name, p in (("weight", out_norm.weight), ("bias", out_norm.bias)):
-            checks.parameter(self.name, f"out_norm.{name}", p, (self.dim,), device)
+        shape = (self.dim,)
+        checks.parameter(self.name, "out_norm.weight", out_norm.weight, shape, device)
+        checks.parameter(self.name, "out_norm.bias", out_norm.bias, shape, device)
 
-    def _next_index(self, index: int | None, history: DepthHistory) -> int:
-        """The index k of a push: the next one or, in backward, a recomputed one."""
-        op, depth_pass = self.name, history.depth_pass
+    def _number(self, push: Push, history: DepthHistory) -> None:
+        """Sets the number k of a push: the next one or, in backward, a recomputed one."""
+        op, depth_pass, index = self.name, history.depth_pass, push.index
         if history.owner is not None and history.owner is not self:
             raise RuntimeError(
                 f"{op}: this history belongs to another stack; make a DepthHistory for each stack "
@@ -310,7 +307,8 @@ class DepthConnection(nn.Module, abc.ABC):
             raise RuntimeError(
                 f"{op}: layer called out of order: expected index {pushed}, got {k}{already}"
             )
-        if k < pushed:
+        push.k, push.recomputed = k, k < pushed
+        if push.recomputed:
             self._check_recomputed(depth_pass, k, task)
         elif history.closed:
             raise RuntimeError(f"{op}: this history is closed; make a new one")
@@ -320,7 +318,6 @@ class DepthConnection(nn.Module, abc.ABC):
                 "the first push (reentrant checkpointing changes it: use use_reentrant=False), and "
                 "detach the output of a frozen layer"
             )
-        return k
 
     def _check_recomputed(self, depth_pass: DepthPass, k: int, task: int) -> None:
         """Checks a push that checkpointing repeats: it must belong to this pass.
