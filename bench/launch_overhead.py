@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -35,6 +34,7 @@ from deepfast.build import compiler
 from deepfast.cases.case import tuple_of
 from deepfast.cases.sizes import typical
 from deepfast.clock import on_cpu
+from deepfast.depth.depth_pass import Launches
 from deepfast.measure.clock import interleave, keep_memory
 from deepfast.measure.encoders import PlainLayer
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
@@ -140,9 +140,8 @@ def make(connection: str, backend: str, replace: Callable | None = None) -> Call
                 branch, history, residual=residual, dropout_p=DROPOUT, out_norm=norm.as_output()
             )
             if k == 0 and replace is not None:
-                launches = vars(history.depth_pass.launch)
-                replaced = {name: replace(name, launch) for name, launch in launches.items()}
-                history.depth_pass.launch = SimpleNamespace(**replaced)
+                depth_pass = history.depth_pass
+                depth_pass.launch = Launches(*map(replace, depth_pass.launches, depth_pass.launch))
         return branch
 
     return forward

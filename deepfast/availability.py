@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from deepfast import library
-from deepfast.dtypes import DTYPES
+from deepfast.dtypes import DTYPES, dtype_name
 from deepfast.launches import LAUNCHES
 
 BACKENDS = ("cuda", "triton", "varlen", "cpu", "sdpa", "reference")
@@ -71,7 +71,7 @@ def why_unable(
     if op not in OPS:
         raise BackendError(f"expected an op of {', '.join(OPS)}, got {op!r}")
     if dtype not in DTYPES:
-        return f"dtype {dtype} is none of float32, bfloat16, float16, float64"
+        return f"dtype {dtype} is none of {', '.join(map(dtype_name, DTYPES))}"
     device = torch.device(device)
     match backend:
         case "reference":

@@ -4,8 +4,9 @@
 set, it takes the first of `BACKENDS` that can run the op (`deepfast.availability`) and is a
 default. On a GPU the table in `deepfast.rule` says which kernels are defaults, and each variant of
 a kernel is checked before its first use (`deepfast.selfcheck.first_use`). There is no silent
-fallback: `explain` gives the reason for every backend that was not chosen, `deepfast info` prints
-the reasons, a failed check is a warning, and `record` lists what was chosen.
+fallback, except that "cuda" means Triton for an op without CUDA C++. `explain` gives the reason for
+every backend that was not chosen, `deepfast info` prints the reasons, a failed check is a warning,
+and `record` lists what was chosen.
 """
 
 import contextlib
@@ -127,7 +128,7 @@ def launchers(op: str, backend: str) -> dict[str, Launcher]:
 
 
 def compiled_launch(packet) -> Launcher:
-    # The function inside of an op of torch, which calls the dispatcher, costs less time.
+    # The inner function of torch's op calls the dispatcher without a Python wrapper.
     op = packet.default._op
 
     def run(operands: tuple) -> None:
@@ -197,7 +198,7 @@ def _first_that_serves(
     mode = first_use.mode() if checked else "off"
     for name in checked if mode == "require" else ():
         if error := store.error_of(op, name, device, dtype_name(dtype)):
-            raise first_use.required((op, name, dtype_name(dtype)), error)
+            raise first_use.required_error((op, name, dtype_name(dtype)), error)
     for name, reason in reasons.items():
         if reason is None:
             return name, _launches(op, name, check=name in checked and mode != "off")
@@ -237,8 +238,8 @@ def choose(
 
 
 def attention_width(device: torch.device, queries: int, keys: int) -> int | None:
-    """The longest sentences as `choose` takes them for attention: a range of lengths has one size,
-    so that a compiler makes one version for each range and not for each length."""
+    """The size of a call of attention for `choose`. It is the same for a range of sentence lengths,
+    so a compiler makes one version for each range."""
     return rule.length_class(queries, keys) if device.type in CHECKED else None
 
 

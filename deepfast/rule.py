@@ -1,9 +1,10 @@
 """The table that chooses the default backend of an op on a GPU.
 
-A line is: op, backend, bits of the dtypes, the lowest compute capability, the largest size. The
-size of a call is the number of channels of a row; for attention it is the longest sentence. The
-first line that matches is chosen. If no line matches, attention uses torch's sdpa, and the other
-ops use the reference. `availability.why_unable` says what a backend cannot run at all.
+A backend may be the default of an op where the table lists it: for dtypes of these bits, on GPUs of
+`availability.CAPABILITY` or newer, up to the largest size. The size of a call is the number of
+channels of a row; for attention it is the longest sentence. `backend.BACKENDS` has the order. Where
+the table lists none, attention uses torch's sdpa, and the other ops use the reference.
+`availability.why_unable` says what a backend cannot run at all.
 
 The boundary in CUDA C++ comes before Triton's: its machine code loads the next rows while it
 computes, and waits less for memory. Its far passes are Triton's in both. In attention Triton's
@@ -19,31 +20,30 @@ from typing import NamedTuple
 
 import torch
 
+from deepfast.availability import CAPABILITY
 
-class Line(NamedTuple):
-    op: str
-    backend: str
+
+class Limits(NamedTuple):
     bits: tuple[int, ...]
-    capability: tuple[int, int]
     largest: float
 
 
-ALL, HALF, AMPERE, ANY = (16, 32), (16,), (8, 0), float("inf")
+ALL, HALF, ANY = (16, 32), (16,), float("inf")
 
-LINES = (
-    Line("layer_norm", "triton", ALL, AMPERE, 16384),
-    Line("activation", "triton", ALL, AMPERE, ANY),
-    Line("depth_mix", "triton", ALL, AMPERE, 16384),
-    Line("depth_attention", "triton", ALL, AMPERE, 16384),
-    Line("boundary", "cuda", ALL, AMPERE, 8192),
-    Line("boundary", "triton", ALL, AMPERE, 16384),
-    Line("attention_boundary", "triton", ALL, AMPERE, 16384),
-    Line("linear_cross_entropy", "triton", ALL, AMPERE, ANY),
-    Line("peephole_lstm", "triton", ALL, AMPERE, ANY),
-    Line("attention", "triton", HALF, AMPERE, 512),
-)
+TABLE = {
+    ("layer_norm", "triton"): Limits(ALL, 16384),
+    ("activation", "triton"): Limits(ALL, ANY),
+    ("depth_mix", "triton"): Limits(ALL, 16384),
+    ("depth_attention", "triton"): Limits(ALL, 16384),
+    ("boundary", "cuda"): Limits(ALL, 8192),
+    ("boundary", "triton"): Limits(ALL, 16384),
+    ("attention_boundary", "triton"): Limits(ALL, 16384),
+    ("linear_cross_entropy", "triton"): Limits(ALL, ANY),
+    ("peephole_lstm", "triton"): Limits(ALL, ANY),
+    ("attention", "triton"): Limits(HALF, 512),
+}
 
-LENGTHS = tuple(int(line.largest) for line in LINES if line.op == "attention")
+LENGTHS = tuple(int(limits.largest) for (op, _), limits in TABLE.items() if op == "attention")
 """The lengths of sentences at which the choice for attention changes."""
 
 
@@ -63,15 +63,15 @@ def why_not(
     devices: the GPUs that the tensors may be on.
     size: None where it is not known; then it does not matter.
     """
-    line = next((x for x in LINES if (x.op, x.backend) == (op, backend)), None)
-    if line is None:
+    limits = TABLE.get((op, backend))
+    if limits is None:
         return "deepfast/rule.py does not list it for this op"
-    if 8 * dtype.itemsize not in line.bits:
-        return f"deepfast/rule.py lists it only for {' and '.join(map(str, line.bits))}-bit dtypes"
-    for i in devices:
-        if torch.cuda.get_device_capability(i) < line.capability:
-            needed = ".".join(map(str, line.capability))
-            return f"deepfast/rule.py lists it only for compute capability {needed} or newer"
-    if size is not None and size > line.largest:
-        return f"deepfast/rule.py lists it only for sizes up to {line.largest}, got {size}"
+    if 8 * dtype.itemsize not in limits.bits:
+        bits = " and ".join(map(str, limits.bits))
+        return f"deepfast/rule.py lists it only for {bits}-bit dtypes"
+    if any(torch.cuda.get_device_capability(i) < CAPABILITY for i in devices):
+        needed = ".".join(map(str, CAPABILITY))
+        return f"deepfast/rule.py lists it only for compute capability {needed} or newer"
+    if size is not None and size > limits.largest:
+        return f"deepfast/rule.py lists it only for sizes up to {limits.largest}, got {size}"
     return None

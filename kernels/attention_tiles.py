@@ -144,7 +144,7 @@ def warps(BQ: int, BK: int, BD: int, itemsize: int) -> int:
 def forward_launch(
     max_seqlen_q: int, max_seqlen_k: int, BD: int, itemsize: int
 ) -> tuple[Launch, bool]:
-    """The launch, and whether each row of scores is kept whole."""
+    """Returns the launch, and whether it keeps each row of scores whole."""
     queries, whole, part = largest_sides(BD, itemsize)
     BQ = side(max_seqlen_q, queries)
     if max_seqlen_k > whole:
@@ -165,7 +165,7 @@ def keys_launch(launch: Launch, BD: int, G: int, left: int) -> Launch:
 def backward_launch(
     max_seqlen_q: int, max_seqlen_k: int, BD: int, itemsize: int, G: int = 1
 ) -> tuple[Launch, bool]:
-    """The launch, and whether each row of scores is kept whole."""
+    """Returns the launch, and whether it keeps each row of scores whole."""
     queries, whole, part = largest_sides(BD, itemsize)
     BQ, BK = side(max_seqlen_q, queries), side(max_seqlen_k, whole)
     # Each head of a group has tiles of its own.

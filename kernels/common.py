@@ -103,7 +103,7 @@ class Progression(NamedTuple):
 
 
 def progression(indices: list[int]) -> Progression | None:
-    """``indices`` as an arithmetic progression; None where they are none."""
+    """``indices`` as an arithmetic progression; None where they form none."""
     first = indices[0] if indices else 0
     step = indices[1] - first if len(indices) > 1 else 1
     if any(i != first + n * step for n, i in enumerate(indices)):

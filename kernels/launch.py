@@ -126,7 +126,7 @@ class Kernel:
 
 
 def known(kernel: Any) -> Kernel:
-    """The `Kernel` of a kernel, which is kept with it."""
+    """The facts of a Triton kernel, which are kept on it."""
     facts = getattr(kernel, "deepfast", None)
     if facts is None:
         facts = kernel.deepfast = Kernel(kernel)

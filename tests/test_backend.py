@@ -78,7 +78,7 @@ def test_rocm_is_refused(monkeypatch):
 
 def test_the_rule_is_in_the_order_of_the_backends():
     for op in backend.OPS:
-        names = [line.backend for line in rule.LINES if line.op == op]
+        names = [backend for name, backend in rule.TABLE if name == op]
         assert names == [by for by in backend.BACKENDS if by in names]
         assert names
 

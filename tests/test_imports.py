@@ -29,7 +29,7 @@ ALLOWED = {
     "reference": {"dtypes", "version"},
     "kernels": set(),
     "launches": set(),
-    "rule": set(),
+    "rule": {"availability"},
     "library": {"files"},
     "build": {"library", "files"},
     "availability": {"dtypes", "launches", "library", "kernels"},

@@ -17,8 +17,14 @@ r k + s. Three places push:
     state r k + s, 0 < s < r    the norm of sublayer s of layer k, whose input becomes the row
     state r (k + 1)             the stand-in of layer k, which returns the row as the output
 
-One object of the connection, `Current`, has the pass and the `LayerRun` of this thread. The list
-and the hooks look there. Outside of a pass they find nothing and change nothing.
+The `Settings` of a connected parent hold its `Current`: the pass and the `LayerRun` of this thread.
+The list and the hooks look there. Outside of a pass they find nothing and change nothing.
+
+To read the code, begin with `connect` (parent.py). `Attachment`, the list and `call_layer` are in
+loop.py, the pass and its pushes in passes.py, and the hooks of sublayers in layer_run.py: `Read`
+before a norm and `Take` behind the last module. sublayers.py finds these modules. additive.py adds
+reads to a layer's own sum, attnres.py reads checkpoints of other packages, and pretrained.py makes
+connected classes of transformers.
 
 Backward may run a layer again. A push whose state exists computes the row again. The rerun is
 

@@ -18,8 +18,8 @@ from deepfast.attach.sublayers import OP
 
 
 class _Through(torch.autograd.Function):
-    """added, whose gradient also visits y, as a gradient of 0: wrappers such as FSDP gather a
-    layer's weights when the gradient reaches its output."""
+    """Returns added. In backward y gets a gradient of 0, because wrappers such as FSDP gather a
+    layer's weights when a gradient reaches its output."""
 
     @staticmethod
     def forward(ctx, added, y):

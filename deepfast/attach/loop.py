@@ -33,19 +33,19 @@ def call_layer(pass_: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict)
 
     def once(x: Tensor) -> tuple[Any, Tensor, Tensor]:
         """The layer's result, its output, and what is pushed."""
-        here, reading = settings.current.here, None
+        here, layer_run = settings.current.here, None
         if settings.sublayers:
-            outer, reading = here.layer_run, LayerRun(pass_, k, x)
-            here.layer_run = reading
+            outer, layer_run = here.layer_run, LayerRun(pass_, k, x)
+            here.layer_run = layer_run
         try:
             result = layer(**{name: x}, **others) if named else layer(x, *rest, **others)
         finally:
-            if reading is not None:
+            if layer_run is not None:
                 here.layer_run = outer
         y = result[0] if isinstance(result, tuple) and result else result
         pass_.check(k, "output", y, x.shape)
-        if reading is not None:
-            return result, y, reading.last(y)
+        if layer_run is not None:
+            return result, y, layer_run.last(y)
         return result, y, y - x if settings.subtracts else y
 
     pass_.check(k, "input", x)
@@ -54,7 +54,8 @@ def call_layer(pass_: Pass, k: int, layer: nn.Module, args: tuple, kwargs: dict)
     given = [x, *options.values()]
     if eager and is_next and k > 0:
         _check_passed_on(pass_, k, given)
-    again, before = settings.recompute != "none" and torch.is_grad_enabled(), version(x)
+    again = settings.recompute != "none" and torch.is_grad_enabled()
+    before = version(x)
     # The caches of transformers.
     caches = [key for key, value in options.items() if hasattr(value, "get_seq_length")]
     if again and eager and caches:

@@ -12,7 +12,7 @@ from torch import nn
 from deepfast import checks
 from deepfast.attach.additive import AddedResiduals
 from deepfast.attach.loop import CLASSES, Attachment
-from deepfast.attach.passes import NAME, POLICIES, Current, Settings
+from deepfast.attach.passes import CONNECT_POLICIES, NAME, Current, Settings
 from deepfast.attach.sublayers import OP, find_sublayers
 from deepfast.depth.connection import DepthConnection
 from deepfast.nn.connections.base import class_of
@@ -97,7 +97,7 @@ def connect(
         raise TypeError(f"{OP}: parent must be a module, got {kind}")
     checks.choice(OP, ("pre", "post", None), norm=norm)
     checks.choice(OP, MIXING, connection=connection)
-    checks.choice(OP, POLICIES, recompute=recompute)
+    checks.choice(OP, CONNECT_POLICIES, recompute=recompute)
     checks.flag(OP, inplace=inplace)
     if dim is not None:
         checks.whole(OP, dim=dim)

@@ -16,7 +16,7 @@ from deepfast.nn.recompute import Kept
 from deepfast.ops import common
 from deepfast.policies import RERUN
 
-POLICIES = ("none", *RERUN)
+CONNECT_POLICIES = ("none", *RERUN)
 """Autograd keeps of a layer, besides its state: what the layer keeps; its input; nothing."""
 
 NAME = "depth_connection"
@@ -75,7 +75,7 @@ class Settings(NamedTuple):
     additive: bool
     """Whether the rows are added to the layers' own sums."""
     recompute: str
-    """One of `POLICIES`."""
+    """One of `CONNECT_POLICIES`."""
     inplace: bool
     """Whether backward may overwrite states with gradients."""
     sublayers: tuple[Sublayer, ...]

@@ -8,7 +8,7 @@ import torch
 
 from deepfast import checks
 from deepfast.attach.parent import attachment_of, connect
-from deepfast.attach.passes import NAME, POLICIES
+from deepfast.attach.passes import CONNECT_POLICIES, NAME
 
 OP = "deepfast.connected"
 CONFIG = "depth_connections"
@@ -58,7 +58,7 @@ def connected(
     """
     if not isinstance(base, type) or not hasattr(base, "from_pretrained"):
         raise TypeError(f"{OP}: expected a class of pretrained models, got {base!r}")
-    checks.choice(OP, (*POLICIES, None), recompute=recompute)
+    checks.choice(OP, (*CONNECT_POLICIES, None), recompute=recompute)
     plain, settings, policies = getattr(base, "connected_parts", (base, (), {}))
     given = _given(layers=layers, connection=connection, dim=dim) | options
     if norm is not _NOT_GIVEN:

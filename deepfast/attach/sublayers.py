@@ -20,7 +20,7 @@ class Sublayer(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all these modules."""
         return self.norms if self.last is None else (*self.norms, self.last)
 
 

@@ -100,7 +100,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _list_commands(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Runs where the command is missing."""
+    """Prints the commands where none is given."""
     parser.print_help(sys.stderr)
     return 2
 

@@ -247,7 +247,7 @@ class AttentionResiduals(DepthConnection):
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_query(), self.own_bias()
 
-    def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
+    def traced_far(self, states, indices, rows, weights) -> list[tuple[Tensor, int]] | None:
         if self.score_function == "relu":
             return None
         queries = weights[rows.start : rows.stop]
@@ -257,7 +257,7 @@ class AttentionResiduals(DepthConnection):
     def _attend(self, states: list[Tensor], *query, **options):
         return ops.depth_attention(states, *query, backend=self.backend, **options)
 
-    def traced_row(self, states, numbers, k, weights, partial) -> Tensor:
+    def traced_row(self, states, indices, k, weights, partial) -> Tensor:
         if self.score_function == "softmax":
             x, lse = self._attend(states, weights[k], eps=self.eps, return_lse=True)
             if partial is None:
@@ -266,7 +266,7 @@ class AttentionResiduals(DepthConnection):
             return self._attend([below, x], scores=torch.stack((lse_below, lse), -1))
         dtype = compute_dtype(states[0].dtype)
         total = torch.zeros_like(states[0], dtype=dtype)
-        for j, source in zip(numbers, states, strict=True):
+        for j, source in zip(indices, states, strict=True):
             v = source.to(dtype)
             total = total + self._score(v, weights, k, j).relu().unsqueeze(-1) * v
         return total.to(states[0].dtype)

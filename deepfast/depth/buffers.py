@@ -20,7 +20,9 @@ class BlockSums:
     of_target: Sequence[Tensor | None] = ()
     """Each sum (T, D); None where the block has none."""
 
-    def compute(self, block: range, size: int, passes: Sequence[FarPass], like: Tensor) -> Iterator:
+    def passes_into(
+        self, block: range, size: int, passes: Sequence[FarPass], like: Tensor
+    ) -> Iterator:
         """Opens the buffer for the sums of ``block``. Yields each pass over what lies outside it,
         and the operands, by name, that receive its sums.
 

@@ -40,7 +40,7 @@ class DepthConnection(nn.Module, abc.ABC):
         pattern: pattern[l] has the states that row l reads, in ascending order.
         continues: continues[k]: whether state k is what is pushed plus state k - 1.
         norm: "pre": states have layer-norms; "post": rows have; None.
-        state_dtype: what states are under autocast: torch.float32, or None for its dtype.
+        state_dtype: dtype of the states under autocast: torch.float32, or None for autocast's.
         eps: added to the variance in these layer-norms.
         backend: see `deepfast.backend`.
     """
@@ -81,20 +81,20 @@ class DepthConnection(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
-        """The tensors that a pass weighs the states with, with gradient; first the weights or
+        """The tensors, with gradient, that weigh the states in a pass; first the weights or
         queries."""
 
     @abc.abstractmethod
     def traced_row(
-        self, states: list[Tensor], numbers: list[int], k: int, weights: Tensor,
+        self, states: list[Tensor], indices: list[int], k: int, weights: Tensor,
         partial: list[Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """Row k by registered ops, from these states, their numbers and the row's partial sum.
+        """Row k by registered ops, from these states, their indices and the row's partial sum.
         weights: the first of `pass_parameters`."""
 
     @abc.abstractmethod
     def traced_far(
-        self, states: list[Tensor], numbers: list[int], rows: range, weights: Tensor
+        self, states: list[Tensor], indices: list[int], rows: range, weights: Tensor
     ) -> list[tuple[Tensor, int]] | None:
         """The partial sums of several rows over the same states, by registered ops: tensors, each
         with the dimension that counts the rows. None where no op has them."""
@@ -241,7 +241,7 @@ class DepthConnection(nn.Module, abc.ABC):
             checks.like(op, "residual", residual, "the branch", y)
         if out_norm is not None:
             self._check_out_norm(out_norm, y.device)
-        self._number(push, history)
+        self._set_number(push, history)
         self._check_one_norm(out_norm, push.k)
 
     def _check_one_norm(self, out_norm: OutNorm | None, k: int) -> None:
@@ -271,7 +271,7 @@ class DepthConnection(nn.Module, abc.ABC):
         checks.parameter(self.name, "out_norm.weight", out_norm.weight, shape, device)
         checks.parameter(self.name, "out_norm.bias", out_norm.bias, shape, device)
 
-    def _number(self, push: Push, history: DepthHistory) -> None:
+    def _set_number(self, push: Push, history: DepthHistory) -> None:
         """Sets the number k of a push: the next one or, in backward, a recomputed one."""
         op, depth_pass, index = self.name, history.depth_pass, push.index
         if history.owner is not None and history.owner is not self:

@@ -28,15 +28,16 @@ OVERWRITTEN = (
 
 
 class Launches(NamedTuple):
-    """The names of a pass's launches; `deepfast.launches` lists their operands."""
+    """The launches of a pass, by name or as functions; `deepfast.launches` lists their operands."""
 
-    forward: str
-    """Of a boundary."""
-    backward: str
-    mix: str
-    """Over earlier states, for the partial sums of a block."""
-    pull: str
-    """Over the gradients of later rows, for the sums that the states of a block pull."""
+    forward: Any
+    """Forward of a boundary."""
+    backward: Any
+    """Backward of a boundary."""
+    mix: Any
+    """The pass over earlier states, for the partial sums of a block."""
+    pull: Any
+    """The pass over the gradients of later rows, for the sums that the states of a block pull."""
 
 
 class DepthPass(abc.ABC):
@@ -70,7 +71,7 @@ class DepthPass(abc.ABC):
         y: Any = push.branch
         self.owner, self.schedule, self.inplace = owner, schedule, inplace
         self.state_kind = y.shape, y.dtype, y.device
-        """Of every state that is pushed."""
+        """Shape, dtype and device of every state that is pushed."""
         self.learning = torch.is_grad_enabled()
         self.began_in = torch._C._current_graph_task_id()
         """The backward pass (graph task) that the pass was begun in; -1 outside of backward."""
@@ -81,9 +82,10 @@ class DepthPass(abc.ABC):
         ]
         self.learns = [self.learning and p is not None and p.requires_grad for p in parameters]
         self.like = self.parameters[0]
-        name, self.launch = backend.choose(self.op, owner.backend, y.device, y.dtype, y.shape[-1])
+        name, found = backend.choose(self.op, owner.backend, y.device, y.dtype, y.shape[-1])
         if name != "cpu" and torch._guards.TracingContext.try_get():
-            self.launch = graph_launches(self.op, owner.backend)
+            found = graph_launches(self.op, owner.backend)
+        self.launch = Launches(*(getattr(found, name) for name in self.launches))
         self.rows, self.continues = schedule.rows, owner.continues
         self.pushed = 0
         self.states: Tensor | None = None
@@ -153,7 +155,7 @@ class DepthPass(abc.ABC):
 
     @property
     def any_learns(self) -> bool:
-        """Whether the pass has gradients that belong to no state."""
+        """Whether a parameter of the pass needs a gradient."""
         return any(self.learns)
 
     @property
@@ -173,7 +175,7 @@ class DepthPass(abc.ABC):
                 push.residual = before if push.residual is None else push.residual + before
         partial, norm = self.partial(k), push.norm or NO_NORM
         mean, rstd = self._statistics(push)
-        getattr(self.launch, self.launches.forward)(
+        self.launch.forward(
             branch=push.branch,
             residual=push.residual,
             dropout_p=push.dropout_p,
@@ -237,10 +239,10 @@ class DepthPass(abc.ABC):
         (start, end), partial_sums = self.schedule.blocks[row], self.partial_sums
         if partial_sums.start != start:
             block, passes = range(start, end), self.schedule.far_reads(start, end)
-            for far, sums in partial_sums.compute(
+            for far, sums in partial_sums.passes_into(
                 block, self.schedule.block, passes, self.states[0]
             ):
-                getattr(self.launch, self.launches.mix)(
+                self.launch.mix(
                     states=self.states,
                     sources=far.sources,
                     rows=far.targets,
@@ -312,9 +314,9 @@ class DepthPass(abc.ABC):
             # Backward may have started inside this block. Then it reaches no state after k.
             block, size = range(start, k + 1), self.schedule.block
             passes = self.schedule.far_readers(start, k + 1, range(end, self.top + 1))
-            for far, sums in pulled_sums.compute(block, size, passes, self.states[0]):
+            for far, sums in pulled_sums.passes_into(block, size, passes, self.states[0]):
                 # The launch calls the states, whose sums it writes, its sources.
-                getattr(self.launch, self.launches.pull)(
+                self.launch.pull(
                     grads=self.grads,
                     grad_slots=[row + self.inplace for row in far.sources],
                     rows=far.sources,
@@ -338,7 +340,7 @@ class DepthPass(abc.ABC):
         readers = self.schedule.near_readers(k, self.top)
         norm = push.norm or NO_NORM
         mean, rstd = self._statistics(push)
-        getattr(self.launch, self.launches.backward)(
+        self.launch.backward(
             states=self.states,
             k=k,
             near=self.schedule.near[k],

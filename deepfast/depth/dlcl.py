@@ -12,7 +12,7 @@ from deepfast.depth.buffers import numbers_of_rows
 from deepfast.depth.connection import DepthConnection, part
 from deepfast.depth.depth_pass import DepthPass, Launches
 from deepfast.depth.push import OutNorm
-from deepfast.depth.schedule import Pattern, depth_pattern
+from deepfast.depth.schedule import depth_pattern
 from deepfast.ops.depth_mix import depth_mix_sums
 
 
@@ -255,9 +255,13 @@ class DLCL(DepthConnection):
         return weight, self._checked("norm_bias", *shape, needed=False)
 
     def _mask(self, device: torch.device) -> Tensor:
+        """(L+1, L+1) bool: whether row l reads state k."""
         if device in self._masks:
             return self._masks[device]
-        mask = _pattern_mask(self.pattern, device)
+        mask = torch.zeros(self.rows, self.rows, dtype=torch.bool)
+        for row, sources in enumerate(self.pattern):
+            mask[row, list(sources)] = True
+        mask = mask.to(device)
         # A mask created while tracing, as a fake tensor or in inference mode cannot be reused.
         if not torch.compiler.is_compiling() and type(mask) is Tensor and not mask.is_inference():
             self._masks[device] = mask
@@ -266,17 +270,17 @@ class DLCL(DepthConnection):
     def pass_parameters(self) -> tuple[Tensor | None, ...]:
         return self.effective_weight(), *self.norms()
 
-    def traced_row(self, states, numbers, k, weights, partial) -> Tensor:
-        weight = torch.stack([weights[k, j] for j in numbers])
+    def traced_row(self, states, indices, k, weights, partial) -> Tensor:
+        weight = torch.stack([weights[k, j] for j in indices])
         if partial is not None:
             states, weight = [*partial, *states], torch.cat((weight.new_ones(1), weight))
         return ops.depth_mix(states, weight, backend=self.backend)
 
-    def traced_far(self, states, numbers, rows, weights) -> list[tuple[Tensor, int]] | None:
+    def traced_far(self, states, indices, rows, weights) -> list[tuple[Tensor, int]] | None:
         # The sums have the dtype of the states, and in fp16 some could pass its largest number.
         if weights.dim() > 2 or states[0].dtype == torch.float16:
             return None
-        weight = weights[rows.start : rows.stop, numbers].T
+        weight = weights[rows.start : rows.stop, indices].T
         return [(depth_mix_sums(states, weight, self.backend), -2)]
 
     def extra_repr(self) -> str:
@@ -285,11 +289,3 @@ class DLCL(DepthConnection):
             f"norm_type={self.norm_type!r}, "
             f"weight_type={self.weight_type!r}, init={self.init!r}"
         )
-
-
-def _pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
-    """(L+1, L+1) bool: whether row l reads state k."""
-    mask = torch.zeros(len(pattern), len(pattern), dtype=torch.bool)
-    for row, sources in enumerate(pattern):
-        mask[row, list(sources)] = True
-    return mask.to(device)

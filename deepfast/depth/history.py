@@ -11,7 +11,7 @@ from deepfast import checks
 from deepfast.depth.depth_pass import DepthPass
 
 SEVERAL = -1
-"""The number of a pass that cannot be launches in one graph: a compiled function may break into
+"""The number of a pass whose launches cannot be in one graph: a compiled function may break into
 several graphs, and an exported program may go to a runtime that does not have the launches."""
 
 _numbers = itertools.count(1)
@@ -19,7 +19,7 @@ _numbers = itertools.count(1)
 
 def graph_number() -> int:
     """The number of the graph that is being traced, where it holds all that the function does
-    (``fullgraph=True``). Else `SEVERAL`, or 0 where the graph has no more than the history."""
+    (``fullgraph=True``). Else `SEVERAL`, or 0 where `DepthHistory()` is all that is traced."""
     if torch.compiler.is_exporting():
         return SEVERAL
     from torch._dynamo.symbolic_convert import InstructionTranslator

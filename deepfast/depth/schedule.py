@@ -50,8 +50,8 @@ def block_pattern(rows: int, size: int) -> tuple[Pattern, tuple[bool, ...]]:
 
 
 FAR_PASS = 4
-"""The launches of a far pass on a GPU, forward or backward, as the number of states that a copy
-moves in that time: about 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, D = 1024."""
+"""The cost of a launch over far states on a GPU, in states: a copy moves so many in its time.
+About 1 in a CUDA graph, 4 to 14 in eager code at T = 8192, D = 1024."""
 
 
 @functools.cache

@@ -95,14 +95,14 @@ def _mixed(connection, history, k: int) -> Tensor:
         passes = schedule.far_reads(start, end)
         history.far = None
         if one_for_all(passes, end - start):
-            numbers, rows = passes[0].sources, range(start, end)
-            sources = [states[j] for j in numbers]
-            history.far = connection.traced_far(sources, numbers, rows, weights)
+            indices, rows = passes[0].sources, range(start, end)
+            sources = [states[j] for j in indices]
+            history.far = connection.traced_far(sources, indices, rows, weights)
     if history.far is None:
-        numbers, partial = connection.pattern[k], None
+        indices, partial = connection.pattern[k], None
     else:
-        numbers, partial = schedule.near[k], [x.select(axis, k - start) for x, axis in history.far]
-    return connection.traced_row([states[j] for j in numbers], numbers, k, weights, partial)
+        indices, partial = schedule.near[k], [x.select(axis, k - start) for x, axis in history.far]
+    return connection.traced_row([states[j] for j in indices], indices, k, weights, partial)
 
 
 # ---- in one graph --------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def traced_graph() -> int:
 traced_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _number(x: Any) -> Any:
+def _constant(x: Any) -> Any:
     """A number that the compiler takes for a variable, as a constant of the graph."""
     return float(x) if isinstance(x, torch.SymFloat) else x
 
@@ -140,8 +140,8 @@ def _push(
     branch, residual, seed, weight, bias = tensors
     index, dropout_p, return_x = constants
     push = Push(
-        branch, residual, index=index, dropout_p=_number(dropout_p), seed=seed,
-        out_norm=OutNorm(weight, bias, *map(_number, norm)) if norm else None, return_x=return_x,
+        branch, residual, index=index, dropout_p=_constant(dropout_p), seed=seed,
+        out_norm=OutNorm(weight, bias, *map(_constant, norm)) if norm else None, return_x=return_x,
     )  # fmt: skip
     results = BY_ID[connection]._push(push, history)
     token, history.token = history.token, None

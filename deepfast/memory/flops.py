@@ -57,7 +57,7 @@ def step_flops(sizes: Sizes) -> float:
 def relative_time(sizes: Sizes, *policies: tuple[str, ...]) -> float:
     """Predicted time of a step relative to `none`: 1 plus the share of recomputed FLOPs.
 
-    policies: as of `peak_table`.
+    policies: of the layers of each side, from the bottom.
     """
     extra = sum(
         names.count(policy) * recomputed_flops(side, policy)

@@ -17,12 +17,12 @@ FP32 = 4
 
 @lru_cache(maxsize=64)
 def _slot_bytes(tokens: int, width: int, dtype: str) -> int:
-    """Bytes of a slot in the engine's buffers of states and of sums."""
+    """Bytes of a slot in the buffers of states and of sums of `deepfast.depth`."""
     state = torch.empty(tokens, width, dtype=getattr(torch, dtype), device="meta")
     return empty_slots(1, state).untyped_storage().nbytes()
 
 
-class History:
+class HistoryBytes:
     """The memory of the connection of one stack.
 
     blocks: whether its rows are computed in blocks; a stack of few layers may do without.

@@ -43,10 +43,10 @@ class Recording:
     """What a step of the small model needed."""
 
     layers: dict[str, dict[str, LayerRecord]]
-    """Of the encoder and, where there is one, of the decoder: policy -> a layer under it."""
+    """Side -> policy -> the record of a layer under it."""
     rest: dict[str, Tensor]
-    """Section -> (6,) bytes beside what the stacks hold: of forward and backward of a stack at
-    their start, else at the highest point."""
+    """Section -> (6,) bytes that the stacks do not hold. For forward and backward of a stack these
+    are the bytes at their start, else those at the peak."""
 
 
 def held(section: str, stacks: dict[str, Stack]) -> Tensor:

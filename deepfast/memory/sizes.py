@@ -12,12 +12,12 @@ from deepfast import checks, connections
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 from deepfast.policies import ATTENTION_RESIDUALS
 
-CONNECTIONS = tuple(name for name, kind in connections.CONNECTIONS.items() if kind.planned == name)
+PLANNED = tuple(name for name, kind in connections.CONNECTIONS.items() if kind.planned == name)
 OPTIMIZERS = {"adam": 8, "sgd": 0, "none": 0}
 """Bytes of state per parameter; "sgd" is without momentum."""
 CHOICES = {
-    "connection": CONNECTIONS,
-    "decoder_connection": CONNECTIONS,
+    "connection": PLANNED,
+    "decoder_connection": PLANNED,
     "norm": ("pre", "post"),
     "norm_type": ("layer", "rms"),
     "weight_type": ("scalar", "vector"),
@@ -130,7 +130,7 @@ class Sizes:
     decoder_layers: int = 6
     """0 for an encoder without a decoder."""
     connection: str = "dlcl"
-    """One of `CONNECTIONS`; the encoder's connection."""
+    """One of `PLANNED`; the encoder's connection."""
     decoder_connection: str = "residual"
     """The decoder's connection."""
     reads: int = 2
@@ -181,7 +181,7 @@ class Sizes:
             value = getattr(self, name)
             if value not in allowed:
                 got = repr(value)
-                if allowed is CONNECTIONS and value in connections.names("place"):
+                if allowed is PLANNED and value in connections.CONNECTIONS:
                     got += f", which plan counts as {connections.CONNECTIONS[value].planned}"
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {got}")
             if value in ATTENTION_RESIDUALS and self.norm != "pre":

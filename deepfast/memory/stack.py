@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepfast.memory.history import FP32, History
+from deepfast.memory.history import FP32, HistoryBytes
 from deepfast.memory.ledger import CATEGORIES, GRADIENTS, HISTORY
 from deepfast.memory.sizes import Side
 
@@ -38,7 +38,7 @@ class Stack:
     Args:
         records: policy -> a layer under it.
         policies: one for each layer.
-        blocks: as in `History`.
+        blocks: as in `HistoryBytes`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Stack:
         policies: Sequence[str],
         blocks: bool = True,
     ):
-        self.side, self.history = side, History(side, blocks)
+        self.side, self.history = side, HistoryBytes(side, blocks)
         numbers = {policy: number for number, policy in enumerate(records)}
         index = torch.tensor([numbers[policy] for policy in policies], device="cpu")
         # (L, ..) each.

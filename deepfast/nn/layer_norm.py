@@ -55,7 +55,7 @@ class Norm(nn.Module):
         return "rms" if self.rms else "layer"
 
     def as_output(self) -> OutNorm:
-        """The parameters, for a DLCL boundary that applies this norm in its own pass."""
+        """The parameters, for a boundary that applies this norm in its own pass."""
         return OutNorm(self.weight, self.bias, self.eps, self.rms)
 
     def keep_output(self) -> Callable[[], OutNorm]:
@@ -67,7 +67,7 @@ class Norm(nn.Module):
         """Returns the function that computes the norm of x again in backward; it keeps x.
 
         The result has the bits of a forward pass that returned x as its sum. It differs where a
-        DLCL boundary computed n in 16 bits (policy "layer"), because a boundary normalises x
+        boundary computed n in 16 bits (policy "layer"), because a boundary normalises x
         before it rounds x.
         """
         op, source, norm, backend = self.op, Kept(x), self.keep_output(), self.backend

@@ -46,7 +46,7 @@ def mode() -> str:
     return wish
 
 
-def required(kernels: store.Kernels, got: str) -> BackendError:
+def required_error(kernels: store.Kernels, got: str) -> BackendError:
     """The error of the mode require."""
     return BackendError(
         f"DEEPFAST_SELFCHECK=require: {' '.join(kernels)}: expected a kernel that passes, got {got}"
@@ -209,7 +209,7 @@ class Checked:
                 self.right.add(variant)
                 return True
         if mode() == "require":
-            raise required(kernels, wrong or f"no check {unknown}")
+            raise required_error(kernels, wrong or f"no check {unknown}")
         if wrong is None:
             store.tell_once(
                 f"deepfast: {' '.join(kernels)} cannot be checked {unknown}, so the reference "

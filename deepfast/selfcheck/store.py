@@ -96,7 +96,7 @@ def _start(pid: int) -> str | None:
     return None
 
 
-def _may_run(machine: str, pid: int, start: str | None, since: float) -> bool:
+def _still_runs(machine: str, pid: int, start: str | None, since: float) -> bool:
     """Whether the process of a check may still run. On another machine it has an hour."""
     if machine != platform.node():
         return time.time() - since < 3600
@@ -171,7 +171,7 @@ class Store:
         """Makes kernels wrong whose check ended its process, or hung until somebody ended it."""
         for kernels, (launch, *variant), process in self.begun:
             right = (launch, *variant) in self.right.get(kernels, ())
-            if right or kernels in self.wrong or _may_run(*process):
+            if right or kernels in self.wrong or _still_runs(*process):
                 continue
             op, by, dtype = kernels
             error = (

@@ -1,10 +1,9 @@
 """The schedule: which states are read, how often, and in which blocks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from deepfast.depth.depth_pass import Launches
 from deepfast.depth.schedule import block_cost, block_of, default_block, depth_pattern
 from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, DepthHistory
@@ -41,15 +40,15 @@ def pairs_read(dlcl, history):
 
     def noted(name):
         def launch(**operands):
-            if name == "mix_rows":
+            if name == "mix":
                 found.update((row, k) for row in operands["rows"] for k in operands["sources"])
-            elif name == "boundary_forward":
+            elif name == "forward":
                 found.update((operands["k"], k) for k in operands["near"])
             getattr(launches, name)(**operands)
 
         return launch
 
-    history.depth_pass.launch = SimpleNamespace(**{name: noted(name) for name in vars(launches)})
+    history.depth_pass.launch = Launches(*map(noted, Launches._fields))
     for _ in range(dlcl.num_layers):
         x = dlcl(torch.tanh(x), history)
     x.sum().backward()

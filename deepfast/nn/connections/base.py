@@ -74,7 +74,7 @@ class StackCall(NamedTuple):
     layer: Any
     """The layer; for a layer that latent depth skips, one of its methods (`norms_alone`)."""
     policy: str
-    """The layer's recompute policy, one of `deepfast.memory.POLICIES`."""
+    """The layer's recompute policy, one of `deepfast.policies.POLICIES`."""
     options: dict
     part: str | None = None
     """The part of the layer that the call runs, None for all of it. The call of a part is
