@@ -9,6 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def dense(tree: object) -> list[Tensor]:
+    """The tensors with a storage. A sparse one consists of tensors that other ops have made."""
+    tensors = (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+    return [t for t in tensors if t.layout is torch.strided]
+
+
 class _Watch(TorchDispatchMode):
     """Sees every op, in forward, in backward and inside autograd functions."""
 
@@ -97,20 +103,16 @@ class LiveBytes:
 
     def _storages(self, tree: object) -> set[int]:
         """Keys of the storages of all tensors in ``tree`` that are not counted."""
-        return {
-            key
-            for tensor in tree_leaves(tree)
-            if isinstance(tensor, Tensor)
-            and (key := tensor.untyped_storage()._cdata) not in self._alive
-        }
+        keys = (tensor.untyped_storage()._cdata for tensor in dense(tree))
+        return {key for key in keys if key not in self._alive}
 
     def _category(self, func: Any, args: tuple) -> int:
         """The category of the storages that an op makes; a subclass has several."""
         return 0
 
     def _see(self, tree: object, before: set[int], made: int) -> None:
-        for tensor in tree_leaves(tree):
-            if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
+        for tensor in dense(tree):
+            if tensor.device.type != self.device.type:
                 continue
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()

@@ -102,9 +102,10 @@ class Ledger(LiveBytes):
 
     def _learned(self, parameter: Tensor) -> None:
         """The gradient of a parameter is complete."""
-        key = _key(parameter.grad)  # type: ignore[arg-type]
-        if key in self._alive:
-            reference, nbytes, category = self._alive[key]
-            self._alive[key] = (reference, nbytes, GRADIENTS)
-            self._bytes[category] -= nbytes
-            self._bytes[GRADIENTS] += nbytes
+        grad: Any = parameter.grad
+        for part in (grad,) if grad.layout is torch.strided else (grad._indices(), grad._values()):
+            if _key(part) in self._alive:
+                reference, nbytes, category = self._alive[_key(part)]
+                self._alive[_key(part)] = (reference, nbytes, GRADIENTS)
+                self._bytes[category] -= nbytes
+                self._bytes[GRADIENTS] += nbytes

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
+from deepfast.memory.count import dense
 from deepfast.memory.ledger import ACTIVATIONS, GRADIENTS, TRANSIENT, Ledger
 from deepfast.memory.recording import SeenThrough
 from deepfast.memory.units import format_bytes
@@ -35,9 +36,24 @@ class Measured:
 
 
 class _StepLedger(Ledger):
-    """Tells what forward makes from what backward makes."""
+    """Tells what forward makes from what backward makes.
+
+    fake: the mode of a step without data. The step's own tensors enter it as copies, which do not
+    count.
+    """
+
+    fake: FakeTensorMode | None = None
+
+    def _storages(self, tree: object) -> set[int]:
+        found = super()._storages(tree)
+        for tensor in dense(tree) if self.fake is not None else ():
+            if not isinstance(tensor, FakeTensor):
+                found.add(self.fake.from_tensor(tensor).untyped_storage()._cdata)
+        return found
 
     def _category(self, func: Any, args: tuple) -> int:
+        if self.fake is not None and func is torch.ops.aten.mkldnn_rnn_layer.default:
+            raise NotImplementedError("an LSTM keeps a buffer that it makes with data alone")
         running = torch._C._current_graph_task_id() != -1
         self.category = TRANSIENT if running else ACTIVATIONS
         return super()._category(func, args)
@@ -68,7 +84,7 @@ def measure(model: nn.Module, step: Callable[[nn.Module], object]) -> Measured:
         try:
             for p in given:
                 p.grad = None
-            return _measured(*_without_data(model, step))
+            return _without_data(model, step)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             return _measured(model, step, reason)
@@ -77,24 +93,27 @@ def measure(model: nn.Module, step: Callable[[nn.Module], object]) -> Measured:
                 p.grad = grad
 
 
-def _without_data(model: nn.Module, step: Callable) -> tuple[nn.Module, Callable]:
-    """A copy of the model without data, and the step in the mode that runs it."""
+def _without_data(model: nn.Module, step: Callable) -> Measured:
+    """The step on a copy of the model without data."""
     # The step's own tensors, such as a batch, have data.
     mode = SeenThrough(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
-        fake = copy.deepcopy(model)
+        model = copy.deepcopy(model)
 
-    def run(fake: nn.Module) -> None:
+    def run(model: nn.Module) -> None:
         with mode:
-            step(fake)
+            step(model)
 
-    return fake, run
+    return _measured(model, run, fake=mode)
 
 
-def _measured(model: nn.Module, step: Callable, reason: str = "") -> Measured:
+def _measured(
+    model: nn.Module, step: Callable, reason: str = "", fake: FakeTensorMode | None = None
+) -> Measured:
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else "cpu"
     ledger = _StepLedger(parameters, device=device)
+    ledger.fake = fake
     with ledger:
         step(model)
     own = sum(t.nbytes for t in (*parameters, *model.buffers()))

@@ -8,6 +8,24 @@ from deepfast.memory import LiveBytes, measure
 from deepfast.nn import TransformerEncoder
 
 X = torch.randn(4, 16, 32)
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 32, sparse=True)
+
+    def forward(self, x):
+        return self.table((x > 0).long()[..., 0])
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
 PADDING = torch.arange(16) > torch.tensor([[15], [9], [15], [3]])
 
 
@@ -25,6 +43,13 @@ MODELS = {
         lambda: nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True), step, "none"
     ),
     "a stack": (lambda: TransformerEncoder(4, 32, 2, 64, recompute="layer"), step, "none"),
+    # Views of the batch, which is not the step's.
+    "one product": (lambda: nn.Linear(32, 1), step, "none"),
+    "convolution": (
+        lambda: nn.Sequential(nn.Unflatten(0, (4, 1)), nn.Conv2d(1, 4, 3)), step, "none"
+    ),
+    "sparse gradient": (Words, step, "none"),
+    "a buffer inside an op": (lambda: Recurrent(32, 16, 2, batch_first=True), step, "real"),
     "a step that reads values": (lambda: TransformerEncoder(2, 32, 2, 64), padded, "real"),
 }  # fmt: skip
 
