@@ -99,9 +99,11 @@ class LayerRun:
         return _shaped(self.row, given.shape)
 
     def output(self, number: int, output: Any) -> None:
-        """The last module of a sublayer has run. Where it runs before its norm or twice, `end`
-        finds the fault."""
+        """The last module of a sublayer has run. Where it runs before its norm, `end` finds the
+        fault."""
         if number == self.number and self.task is None:
+            if self.added[0] is not None:
+                raise self._error("has a last module that runs twice in one call of the layer")
             y = output[0] if isinstance(output, tuple) and output else output
             self.pass_.check(self.k, f"output of {self.pass_.settings.sublayers[number].last}", y)
             self.added = y, version(y)

@@ -51,7 +51,7 @@ FAULTS = {
         "behind norm1 of layer 0 adds something else than attn returns"),
     "its last module runs twice": (
         does(lambda m, x: (h := x + m.attn(m.norm1(x)) + 0 * m.attn(x)) + m.mlp(m.norm2(h))),
-        NAMES, "behind norm1 of layer 0 adds something else than attn returns",
+        NAMES, "behind norm1 of layer 0 has a last module that runs twice",
     ),
     "adds into the output": (
         does(into_the_output, attn=lambda: nn.Linear(D, D)), NAMES,
