@@ -1,16 +1,21 @@
 """Check that a layer which backward runs again is as it was in forward."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 ORDINARY = Tensor, nn.Parameter
 """Types of tensors that have their own data. FSDP's shards have another type: while a layer runs,
 FSDP replaces them by whole parameters."""
 
-SIMPLE = bool, int, float, str
-"""Types of the attributes that are compared, such as ``training`` or ``dropout``."""
+SIMPLE = bool, int, float, str, type(None)
+"""Types of the attributes that are compared, such as ``training`` or ``dropout``; also tuples of
+these."""
+
+MISSING = object()
 
 
 class TensorState(NamedTuple):
@@ -22,41 +27,80 @@ class TensorState(NamedTuple):
     requires_grad: bool
 
 
-Entry = tuple[Mapping, str, object, object]
-"""A dict, a name in it, the value that it had, and the state of that value."""
+class Entry(NamedTuple):
+    """A value that a layer reads."""
+
+    table: Any
+    """The dict or the sequence that has it."""
+    name: Any
+    """Its name or index there."""
+    value: object
+    state: object
+    """Its `_state` when the layer began."""
+
+    @property
+    def now(self) -> object:
+        try:
+            return self.table[self.name]
+        except (LookupError, TypeError):
+            return MISSING
+
+    @property
+    def replaced(self) -> bool:
+        shard = isinstance(self.value, Tensor) and type(self.value) not in ORDINARY
+        return not shard and self.now is not self.value
 
 
 class LayerState:
     """The values that a layer reads besides its inputs, at the time of construction.
 
-    These are parameters and whether they learn, buffers, submodules, hooks, attributes that are
-    tensors or of a `SIMPLE` type, the tensors among the layer's other arguments, and what a dict or
-    an object among these holds of such types.
+    These are parameters and whether they learn, buffers, submodules and their classes, hooks,
+    attributes that are tensors or of a `SIMPLE` type, the tensors among the layer's other
+    arguments, and what a dict, a sequence or an object among these holds of such types.
     """
 
     def __init__(self, layer: nn.Module, options: dict):
         parts = list(layer.modules())
-        self.layer, self.hooks = type(layer).__name__, [(part, _hooks(part)) for part in parts]
+        self.layer = type(layer).__name__
+        self.parts = [(part, type(part), _hooks(part)) for part in parts]
         # A tensor with a graph among attributes is a result, not a value that the layer reads.
-        self.attributes = [e for part in parts for e in _entries(vars(part), results=False)]
-        self.others = [e for table, results in _tables(options) for e in _entries(table, results)]
+        self.entries = [e for part in parts for e in _entries(vars(part), results=False)]
+        # Decides nothing in forward.
+        self.entries = [e for e in self.entries if e.name != "_is_full_backward_hook"]
         for part in parts:
             for table in (part._parameters, part._buffers, part._modules):
-                self.others += _entries(table)
+                self.entries += _entries(table)
+        self.entries += [e for table, results in _tables(options) for e in _entries(table, results)]
+        self.replaced: list[Entry] = []
 
-    def forget_results(self) -> None:
-        """Leaves out the attributes that the layer has replaced since, as what it has computed."""
-        self.attributes = [e for e in self.attributes if e[0].get(e[1]) is e[2]]
+    def end_forward(self) -> None:
+        """Called when the layer has run. What it has replaced itself, such as a counter, is not
+        compared: it gets its old value while the layer runs again."""
+        self.replaced = [entry for entry in self.entries if entry.replaced]
+        self.entries = [entry for entry in self.entries if not entry.replaced]
 
-    def check(self) -> None:
-        """Raises where a value is not as it was."""
-        for part, hooks in self.hooks:
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Inside the block the layer is as it was when it began. Raises where it is not."""
+        for part, kind, hooks in self.parts:
+            self._compare("the class of a module", kind, type(part))
             self._compare("a hook", hooks, _hooks(part))
-        for table, name, value, state in (*self.attributes, *self.others):
-            shard = isinstance(value, Tensor) and type(value) not in ORDINARY
-            self._compare(name, state, _state(value if shard else table.get(name)))
+        for entry in self.entries:
+            value = entry.now if entry.replaced else entry.value
+            self._compare(entry.name, entry.state, _state(value))
+        now = [(entry, entry.now) for entry in self.replaced]
+        for entry in self.replaced:
+            entry.table[entry.name] = entry.value
+        try:
+            yield
+        finally:
+            for entry, value in now:
+                if value is MISSING:
+                    del entry.table[entry.name]
+                else:
+                    entry.table[entry.name] = value
 
-    def _compare(self, name: str, expected: object, got: object) -> None:
+    def _compare(self, name: object, expected: object, got: object) -> None:
         if got is not expected and got != expected:
             raise RuntimeError(
                 f"recompute policy: {name} of a {self.layer} or its arguments, which backward runs "
@@ -65,7 +109,8 @@ class LayerState:
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of its hooks. A hook with a name is deepfast's own, and idle in backward."""
+    """The numbers of its hooks. A hook with a name, as `deepfast.attach.loop.Watch`, is
+    deepfast's own, and idle in backward."""
     keys = *module._forward_hooks, *module._forward_pre_hooks
     return tuple(key for key in keys if isinstance(key, int))
 
@@ -73,37 +118,36 @@ def _hooks(module: nn.Module) -> tuple[int, ...]:
 def _state(value: object) -> object:
     """The properties of a value that must not change; None where nothing is compared."""
     if isinstance(value, Tensor):
-        if value.is_inference():
+        if is_lazy(value) or value.is_inference():
             return None
         address = value.data_ptr() if type(value) in ORDINARY else 0
         return TensorState(tuple(value.shape), value._version, address, value.requires_grad)
     if isinstance(value, nn.Module):
         return value
-    return (type(value).__name__, value) if type(value) in SIMPLE else None
+    each = value if type(value) is tuple else (value,)
+    return (type(value).__name__, value) if all(type(x) in SIMPLE for x in each) else None
 
 
-def _entries(table: Mapping, results: bool = True) -> Iterator[Entry]:
-    """Of each value that is compared. results: whether also of tensors with a graph."""
-    for name, value in table.items():
+def _entries(table: Any, results: bool = True) -> Iterator[Entry]:
+    """The values in a table that are compared. results: whether also tensors with a graph."""
+    for name, value in [*table.items()] if isinstance(table, Mapping) else enumerate(table):
         state = _state(value)
         if state is not None and (results or not isinstance(value, Tensor) or value.is_leaf):
-            yield table, name, value, state
+            yield Entry(table, name, value, state)
 
 
-def _tables(options: dict) -> Iterator[tuple[Mapping, bool]]:
-    """The dicts that hold a layer's other arguments: the arguments themselves, those of them that
-    are dicts or sequences, also inside each other, and the attributes of objects; with whether
-    tensors with a graph in them are values that the layer reads."""
+def _tables(options: dict) -> Iterator[tuple[Any, bool]]:
+    """Every dict and sequence that is reached from a layer's other arguments, and the attributes
+    of the objects in them; with whether tensors with a graph in it are values that the layer
+    reads."""
     seen, left = set[int](), [options]
     while left:
         value = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, list | tuple):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping):
-            left += value.values()
+        if isinstance(value, list | tuple | Mapping):
+            left += value.values() if isinstance(value, Mapping) else value
             yield value, True
         elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
             yield vars(value), False

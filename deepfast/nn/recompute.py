@@ -35,14 +35,17 @@ class Kept:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def __call__(self) -> Tensor:
-        tensor = self.tensor
-        if tensor._version != self.version:
-            raise RuntimeError(
-                f"recompute policy: a tensor {tuple(tensor.shape)} that backward needs has been "
-                f"modified by an inplace operation since forward: expected version {self.version}, "
-                f"got version {tensor._version}"
-            )
-        return tensor
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+
+def _check_version(tensor: Tensor, expected: int) -> None:
+    if tensor._version != expected:
+        raise RuntimeError(
+            f"recompute policy: a tensor {tuple(tensor.shape)} that backward needs has been "
+            f"modified by an inplace operation since forward: expected version {expected}, got "
+            f"version {tensor._version}"
+        )
 
 
 def kept(*tensors: Tensor | None) -> Callable[[], list[Tensor | None]]:
@@ -101,10 +104,14 @@ class _AllSaved(BaseException):
 class _Slot:
     """A place in the graph for a tensor that was not saved. Backward fills it and empties it."""
 
-    __slots__ = ("__weakref__", "kind", "value")
+    __slots__ = ("__weakref__", "kind", "value", "version")
 
     def __init__(self, tensor: Tensor):
         self.kind = tensor.dtype, tuple(tensor.shape)
+        # Only weights and views of weights must keep their version: a layer may modify its own
+        # intermediate results in place.
+        source = tensor if tensor._base is None else tensor._base
+        self.version = tensor._version if source.is_leaf and source.requires_grad else None
         self.value: Tensor | None = None
 
 
@@ -124,8 +131,7 @@ def rerun(
         call: holds none of the inputs.
         inputs: the first one is a tensor.
         recompute_inputs: () -> the inputs; None to keep them.
-        options: what ``call`` passes to the layer besides them, by name. The layer may not change
-            what is in them.
+        options: what ``call`` passes to the layer besides them, by name.
     """
     if torch.compiler.is_compiling():
         # A compiler understands torch's checkpointing.
@@ -135,7 +141,7 @@ def rerun(
     device = inputs[0].device  # type: ignore[union-attr]
     needs = [t is not None and t.requires_grad for t in inputs]
     inputs_again = recompute_inputs or kept(*inputs)
-    state, as_in_forward = LayerState(layer, options), _surroundings(device)
+    state, surroundings = LayerState(layer, options), _surroundings(device)
     # Weak references: the graph holds the slots, and hooks that it holds have this list.
     slots: list[weakref.ref[_Slot]] = []
 
@@ -163,17 +169,18 @@ def rerun(
                         "recompute policy: a layer must do the same when it runs again, expected "
                         f"it to save {slot.kind}, got {kind}"
                     )
+                if slot.version is not None:
+                    _check_version(tensor, slot.version)
                 slot.value = tensor.detach()
             if count == len(slots):
                 raise _AllSaved
 
-        state.check()
         again = _without_grad(inputs_again, device)
         for tensor, need in zip(again, needs, strict=True):
             if tensor is not None:
                 tensor.requires_grad_(need)
         hooks = saved_tensors_hooks(_untraced(fill), lambda _: None)
-        with as_in_forward(), hooks, contextlib.suppress(_AllSaved):
+        with state.as_in_forward(), surroundings(), hooks, contextlib.suppress(_AllSaved):
             call(*again)
         if count < len(slots):
             raise RuntimeError(
@@ -183,7 +190,7 @@ def rerun(
 
     with saved_tensors_hooks(_untraced(pack), _untraced(unpack)):
         result = call(*inputs)
-    state.forget_results()
+    state.end_forward()
     return result
 
 

@@ -245,10 +245,17 @@ class Context:
     scale: object = 1.0
 
 
+def table_of(context):
+    """The dict or list with the values, and the name of the scale in it."""
+    if isinstance(context, list):
+        return context, 0
+    return context if isinstance(context, dict) else vars(context), "scale"
+
+
 class Told(Block):
     def forward(self, x, context):
-        scale = context["scale"] if isinstance(context, dict) else context.scale
-        return x + self.linear(self.norm(x) * scale).tanh()
+        table, name = table_of(context)
+        return x + self.linear(self.norm(x) * table[name]).tanh()
 
 
 def tells(context, value):
@@ -256,11 +263,9 @@ def tells(context, value):
 
     def run(blocks, x):
         told = context()
+        table, name = table_of(told)
         for k, block in enumerate(blocks):
-            if isinstance(told, dict):
-                told["scale"] = value(1.0 + k)
-            else:
-                told.scale = value(1.0 + k)
+            table[name] = value(1.0 + k)
             x = block(x, told)
         return x
 
@@ -269,12 +274,71 @@ def tells(context, value):
 
 @pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("value", [float, torch.tensor])
-@pytest.mark.parametrize("context", [dict, Context])
+@pytest.mark.parametrize("context", [dict, lambda: [1.0], Context])
 def test_what_a_loop_changes_in_an_argument_is_an_error(context, value, recompute):
     model = tells(context, value)
     deepfast.connect(model, "blocks", norm="pre", recompute=recompute)
     out = run(model)
-    with pytest.raises(RuntimeError, match="recompute policy: scale of a Told or its arguments"):
+    with pytest.raises(
+        RuntimeError, match=r"recompute policy: (scale|0) of a Told or its arguments"
+    ):
+        out.sum().backward()
+
+
+class Tells(Told):
+    """A layer that replaces what it reads in its argument, and adds to a loss there."""
+
+    def forward(self, x, context):
+        table, name = table_of(context)
+        table[name] = table[name] + 1.0
+        y = super().forward(x, context)
+        if isinstance(table, dict):
+            table["loss"] = table.get("loss", 0.0) + y.mean()
+        return y
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize("context", [lambda: {"scale": 1.0}, lambda: [1.0], Context])
+def test_what_a_layer_replaces_in_an_argument_is_as_in_forward(context, recompute):
+    def run(blocks, x):
+        told = context()
+        for block in blocks:
+            x = block(x, told)
+        table, _ = table_of(told)
+        return x + table["loss"] if isinstance(table, dict) else x
+
+    results = []
+    for each in ("none", recompute):
+        torch.manual_seed(1)
+        model = models.Loop(run, layer=Tells)
+        deepfast.connect(model, "blocks", norm="pre", recompute=each)
+        model(X).sin().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*results)
+
+
+class Tied(Block):
+    """A layer that reads a weight of its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.parent = []
+
+    def forward(self, x):
+        return super().forward(x @ self.parent[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", *AGAIN])
+def test_another_module_s_weight_modified_in_place_is_an_error(recompute):
+    model = models.Loop(layer=Tied)
+    model.weight = nn.Parameter(torch.eye(models.D))
+    for block in model.blocks:
+        block.parent.append(model.weight)
+    deepfast.connect(model, "blocks", norm="pre", recompute=recompute)
+    out = model(X)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 

@@ -171,6 +171,44 @@ def add_result(layer):
     up.forward = storing
 
 
+def add_gate(layer):
+    """An attribute that is None in forward."""
+    up = layer.feed_forward.up
+    up.gate = None
+    up.forward = lambda x: nn.Linear.forward(up, x) * (1 if up.gate is None else up.gate)
+
+
+def set_gate(layer):
+    layer.feed_forward.up.gate = 0.5
+
+
+class Tripled(nn.LayerNorm):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def add_norm(layer):
+    layer.feed_forward.up = nn.Sequential(nn.LayerNorm(DIM), layer.feed_forward.up)
+
+
+def change_class(layer):
+    layer.feed_forward.up[0].__class__ = Tripled
+
+
+def add_counters(layer):
+    """A number and a buffer that each forward replaces, and reads."""
+    up = layer.feed_forward.up
+    up.calls = 0
+    up.register_buffer("table", torch.ones(0))
+
+    def counting(x):
+        up.calls += 1
+        up.table = torch.cat([up.table, torch.ones(1)])
+        return nn.Linear.forward(up, x) * up.calls * len(up.table)
+
+    up.forward = counting
+
+
 # What a layer gets before forward, how it changes after it, and the policies that refuse it.
 CHANGES = {
     "parameters are replaced": (as_it_is, replace_parameters, RERUN),
@@ -187,6 +225,9 @@ CHANGES = {
     "an attribute, in place": (add_attribute, scale_in_place, POLICIES),
     "buffers that a layer changes itself": (add_spectral_norm, as_it_is, RERUN),
     "results that a layer stores": (add_result, as_it_is, ()),
+    "an attribute that was None": (add_gate, set_gate, RERUN),
+    "the class of a module": (add_norm, change_class, RERUN),
+    "what a layer counts": (add_counters, as_it_is, ()),
 }
 
 
