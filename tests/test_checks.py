@@ -32,6 +32,7 @@ def test_what_is_right_passes():
     (lambda: checks.finite("op", "scale", -math.inf), "scale must be a finite .*, got -inf"),
     (lambda: checks.eps("op", 10**19), "op: eps must fit into 64 bits, got 10+"),
     (lambda: checks.eps("op", -1.0), "op: eps must be a number of at least 0, got -1.0"),
+    (lambda: checks.eps("op", math.inf), "eps must be a number of at least 0, got inf"),
     (lambda: checks.eps("op", "a"), "eps must be a number of at least 0, got 'a'"),
     (lambda: checks.probability("op", -0.1), "op: dropout_p must be between .*, got -0.1"),
     (lambda: checks.probability("op", 1.5, argument="p"), "p must be .* 0 and 1, got 1.5"),
