@@ -64,9 +64,9 @@ class LayerState:
         self.layer = type(layer).__name__
         self.parts = [(part, type(part), _hooks(part)) for part in parts]
         # A tensor with a graph among attributes is a result, not a value that the layer reads.
-        self.entries = [e for part in parts for e in _entries(vars(part), results=False)]
-        # Decides nothing in forward.
-        self.entries = [e for e in self.entries if e.name != "_is_full_backward_hook"]
+        attributes = (e for part in parts for e in _entries(vars(part), results=False))
+        # This one decides nothing in forward.
+        self.entries = [e for e in attributes if e.name != "_is_full_backward_hook"]
         for part in parts:
             for table in (part._parameters, part._buffers, part._modules):
                 self.entries += _entries(table)
@@ -88,6 +88,8 @@ class LayerState:
         for entry in self.entries:
             value = entry.now if entry.replaced else entry.value
             self._compare(entry.name, entry.state, _state(value))
+        for entry in self.replaced:
+            self._compare(entry.name, entry.state, _state(entry.value))
         now = [(entry, entry.now) for entry in self.replaced]
         for entry in self.replaced:
             entry.table[entry.name] = entry.value

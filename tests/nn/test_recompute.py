@@ -209,6 +209,19 @@ def add_counters(layer):
     up.forward = counting
 
 
+def add_spoiled_buffer(layer):
+    """A buffer that each forward reads, modifies in place and replaces."""
+    up = layer.feed_forward.up
+    up.register_buffer("scale", torch.ones(()))
+
+    def spoiling(x):
+        y = nn.Linear.forward(up, x) * up.scale.clone()
+        up.scale = up.scale.add_(1).clone()
+        return y
+
+    up.forward = spoiling
+
+
 # What a layer gets before forward, how it changes after it, and the policies that refuse it.
 CHANGES = {
     "parameters are replaced": (as_it_is, replace_parameters, RERUN),
@@ -228,6 +241,7 @@ CHANGES = {
     "an attribute that was None": (add_gate, set_gate, RERUN),
     "the class of a module": (add_norm, change_class, RERUN),
     "what a layer counts": (add_counters, as_it_is, ()),
+    "what a layer modifies and replaces": (add_spoiled_buffer, as_it_is, RERUN),
 }
 
 
