@@ -8,6 +8,14 @@ import pytest
 import torch
 
 from deepfast import availability, backend, build
+from tests.depth import test_boundary, test_dlcl
+from tests.ops import (
+    test_activation,
+    test_attention,
+    test_depth_mix,
+    test_dropout,
+    test_every_op,
+)
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -66,14 +74,14 @@ def supported(level):
 
 # Every kernel and every dtype.
 COMPACT = [
-    "tests/ops/test_every_op.py::test_agrees",
-    "tests/ops/test_dropout.py::test_the_mask_is_the_references",
-    "tests/ops/test_activation.py::test_gelu_on_a_cpu_is_exact_to_a_few_units",
-    "tests/ops/test_attention.py::test_agrees",
-    "tests/ops/test_depth_mix.py::test_agrees_on_every_16_bit_value",
-    "tests/depth/test_boundary.py::test_agrees",
-    "tests/depth/test_dlcl.py::test_agrees_in_16_bits",
-    "tests/depth/test_dlcl.py::test_agrees_with_options",
+    test_every_op.test_agrees,
+    test_dropout.test_the_mask_is_the_references,
+    test_activation.test_gelu_on_a_cpu_is_exact_to_a_few_units,
+    test_attention.test_agrees,
+    test_depth_mix.test_agrees_on_every_16_bit_value,
+    test_boundary.test_equals_plain_torch,
+    test_dlcl.test_agrees_in_16_bits,
+    test_dlcl.test_agrees_with_options,
 ]
 
 
@@ -85,11 +93,12 @@ def test_instruction_set_agrees(python, level):
         pytest.skip(f"no {level} here")
     # This process runs one of the levels, so all other tests test it.
     tests = COMPACT[:1] if level == backend.build_info()["cpu"] else COMPACT
+    names = [f"{test.__module__.replace('.', '/')}.py::{test.__name__}" for test in tests]
     script = (
         "import sys, pytest\n"
         "from deepfast import backend\n"
         f"assert backend.build_info()['cpu'] == {level!r}\n"
-        f"sys.exit(pytest.main(['-q', '-k', 'cpu', '-p', 'no:cacheprovider', *{tests!r}]))"
+        f"sys.exit(pytest.main(['-q', '-k', 'cpu', '-p', 'no:cacheprovider', *{names!r}]))"
     )
     python("-c", script, DEEPFAST_CPU_CAPABILITY=level)
 
