@@ -51,8 +51,8 @@ class Operand:
     dense: bool = False
     """Whether a tensor must be contiguous; else only its last dimension must."""
     below: tuple[str, ...] = ()
-    """Of an int, or of those in a list: it is smaller than these sizes, or than the number of slots
-    of these operands."""
+    """The sizes that an int, or each in a list, must be smaller than, or operands whose number of
+    slots it must be smaller than."""
     words: tuple[str, ...] = ()
     """The values that a str may have."""
 

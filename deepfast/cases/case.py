@@ -128,7 +128,7 @@ class Case:
     moved: tuple[Moved, Moved] = (Moved(), Moved())
     """Forward and backward, at least."""
     flops: tuple[int, int] = (0, 0)
-    """Of matrix products, forward and backward, as torch counts them."""
+    """The FLOPs of matrix products, forward and backward, as torch counts them."""
 
     def leaves(
         self, storage: torch.dtype, dtype: torch.dtype, device: Device = "cpu"

@@ -28,7 +28,7 @@ class Heads(NamedTuple):
     group: int = 1
     """How many heads share one of the keys."""
     scale: float | None = None
-    """Of the scores; None for width**-0.5."""
+    """The factor of the scores; None for width**-0.5."""
 
 
 Lengths = Sequence[int]

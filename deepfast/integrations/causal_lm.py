@@ -15,7 +15,7 @@ OTHER |= {"shift_labels", "task_ids", "vocab_size"}
 """Arguments of models and of PEFT that change the loss."""
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TOKENS, LARGEST = 8, 64.0
-"""Of a sentence that is compared, and the largest of its logits: a cap changes it."""
+"""The tokens of a sentence that is compared, and the largest of its logits: a cap changes it."""
 
 _compared: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
 """Output layer, loss function, config and options with which a model was compared."""

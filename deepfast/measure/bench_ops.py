@@ -41,9 +41,9 @@ class Sizes:
     dropout: float = 0.1
     """Where an op has dropout."""
     dtype: torch.dtype = torch.float32
-    """Of all operands."""
+    """The dtype of all operands."""
     device: str = "cpu"
-    """Of all operands."""
+    """The device of all operands."""
 
     @property
     def rows(self) -> Rows:

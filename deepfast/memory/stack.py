@@ -26,7 +26,7 @@ class LayerRecord:
     backward: Tensor
     """(parts, 6): the same in backward, also from the lowest part to the highest."""
     gradients: int
-    """Of its parameters and of the norms before it."""
+    """The gradients of its parameters and of the norms before it."""
     forward_flops: int
     """Multiplications and additions of its matrix products."""
     backward_flops: int

@@ -29,9 +29,9 @@ class Hypotheses:
         self.packing = Packing(sentences, 1)
         """The places of the hypotheses: (sentences, the most hypotheses that a sentence has)."""
         self.places = torch.arange(sentences, device=device)
-        """Of every row the place in the flattened ``packing``."""
+        """The place of every row in the flattened ``packing``."""
         self.starts: list[int] = []
-        """Of every position its first column."""
+        """The first column of every position."""
         self.columns = 0
         self.seen = torch.empty(sentences, 0, dtype=torch.int64, device=device)
         """(rows, positions): of every position the column that a row sees."""
@@ -166,7 +166,7 @@ class DecoderCache:
     """Keys and values of the encoder's output; None for a layer that is not used."""
     encoded_packing: Packing
     gates: Sequence[Gate | None]
-    """Of latent depth, the same for all steps."""
+    """The gates of latent depth, the same for all steps."""
     hypotheses: Hypotheses
     layers: list[KeyValueCache] = field(init=False)
     steps: list | None = None

@@ -74,7 +74,7 @@ def _lean(a) -> bool:
 
 
 def _flops(x, a) -> int:
-    """Of both products. x: (..., D)."""
+    """Multiplications and additions of both products. x: (..., D)."""
     return 2 * x.numel() * a.up.shape[0] // x.shape[-1] * (x.shape[-1] + a.down.shape[0])
 
 

@@ -76,7 +76,7 @@ def _grad_forward(a):
 
 
 def _flops(gates: Tensor, products: int = 1) -> int:
-    """Of products with the recurrent weight."""
+    """Multiplications and additions of ``products`` products with the recurrent weight."""
     return 2 * products * gates.numel() * (gates.shape[-1] // 4)
 
 

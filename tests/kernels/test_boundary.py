@@ -41,6 +41,7 @@ SHARED = [
     {"branch": None, "dbranch": None},
     OUT_RMS,
     OUT_RMS | {"out_norm_bias": None, "dout_norm_bias": None},
+    dict.fromkeys(("out_norm_weight", "out_norm_bias", "dout_norm_weight", "dout_norm_bias")),
 ]
 
 

@@ -40,7 +40,7 @@ class Options:
     block: int | None = None
     reads: int | None = None
     parts: tuple[str, ...] = ()
-    """Of each layer."""
+    """The parts of each layer."""
 
     def __post_init__(self) -> None:
         op, name = self.op, self.connection
