@@ -26,6 +26,17 @@ class TensorState(NamedTuple):
     address: int
     requires_grad: bool
 
+    def change(self, now: object) -> str:
+        """How the tensor has changed, in words."""
+        if not isinstance(now, TensorState):
+            return f"expected a tensor {self.shape}, got {now}"
+        for name in ("shape", "requires_grad"):
+            before, after = getattr(self, name), getattr(now, name)
+            if before != after:
+                return f"expected {name} {before}, got {after}"
+        how = "another tensor" if now.version == self.version else "one that was changed in place"
+        return f"expected the same tensor {self.shape}, got {how}"
+
 
 class Entry(NamedTuple):
     """A value that a layer reads."""
@@ -55,13 +66,14 @@ class LayerState:
     """The values that a layer reads besides its inputs, at the time of construction.
 
     These are parameters and whether they learn, buffers, submodules and their classes, hooks,
-    attributes that are tensors or of a `SIMPLE` type, the tensors among the layer's other
-    arguments, and what a dict, a sequence or an object among these holds of such types.
+    attributes that are tensors, functions or of a `SIMPLE` type, what a dict or a sequence among
+    the attributes holds of these, the tensors among the layer's other arguments, and what a dict, a
+    sequence or an object among these arguments holds.
     """
 
     def __init__(self, layer: nn.Module, options: dict):
         parts = list(layer.modules())
-        self.layer = type(layer).__name__
+        self.layer = layer
         self.parts = [(part, type(part), _hooks(part)) for part in parts]
         # A tensor with a graph among attributes is a result, not a value that the layer reads.
         attributes = (e for part in parts for e in _entries(vars(part), results=False))
@@ -70,7 +82,15 @@ class LayerState:
         for part in parts:
             for table in (part._parameters, part._buffers, part._modules):
                 self.entries += _entries(table)
-        self.entries += [e for table, results in _tables(options) for e in _entries(table, results)]
+        held = {
+            (part, name): value
+            for part in parts
+            for name, value in vars(part).items()
+            if isinstance(value, list | tuple | dict) and not name.startswith("_")
+        }
+        for reached in (options, held):
+            for table, results in _tables(reached):
+                self.entries += _entries(table, results)
         self.replaced: list[Entry] = []
 
     def end_forward(self) -> None:
@@ -87,9 +107,9 @@ class LayerState:
             self._compare("a hook", hooks, _hooks(part))
         for entry in self.entries:
             value = entry.now if entry.replaced else entry.value
-            self._compare(entry.name, entry.state, _state(value))
+            self._compare(entry.name, entry.state, _state(value), entry.table)
         for entry in self.replaced:
-            self._compare(entry.name, entry.state, _state(entry.value))
+            self._compare(entry.name, entry.state, _state(entry.value), entry.table)
         now = [(entry, entry.now) for entry in self.replaced]
         for entry in self.replaced:
             entry.table[entry.name] = entry.value
@@ -102,12 +122,24 @@ class LayerState:
                 else:
                     entry.table[entry.name] = value
 
-    def _compare(self, name: object, expected: object, got: object) -> None:
-        if got is not expected and got != expected:
-            raise RuntimeError(
-                f"recompute policy: {name} of a {self.layer} or its arguments, which backward runs "
-                f"again, has been modified since forward: expected {expected}, got {got}"
-            )
+    def _compare(self, name: object, expected: object, got: object, table: object = None) -> None:
+        if got is expected or got == expected:
+            return
+        for path, module in self.layer.named_modules():
+            own = vars(module), module._parameters, module._buffers, module._modules
+            if any(table is each for each in own):
+                name = f"{path}.{name}" if path else name
+                break
+        if isinstance(expected, TensorState):
+            change = expected.change(got)
+        else:
+            before, after = (x[-1] if type(x) is tuple and x else x for x in (expected, got))
+            other = "another one, " if repr(after) == repr(before) else ""
+            change = f"expected {before}, got {other}{after}"
+        raise RuntimeError(
+            f"recompute policy: {name} of a {type(self.layer).__name__} or its arguments, which "
+            f"backward runs again, has been modified since forward: {change}"
+        )
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
@@ -124,7 +156,7 @@ def _state(value: object) -> object:
             return None
         address = value.data_ptr() if type(value) in ORDINARY else 0
         return TensorState(tuple(value.shape), value._version, address, value.requires_grad)
-    if isinstance(value, nn.Module):
+    if callable(value):
         return value
     each = value if type(value) is tuple else (value,)
     return (type(value).__name__, value) if all(type(x) in SIMPLE for x in each) else None

@@ -127,7 +127,46 @@ def test_another_module_s_weight_modified_in_place_is_an_error(recompute):
     out = model(X)
     with torch.no_grad():
         model.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    again = r"0 of a Tied .* expected the same tensor \(32, 32\), got one that was changed"
+    expected = "modified by an inplace operation" if recompute == "none" else again
+    with pytest.raises(RuntimeError, match=expected):
+        out.sum().backward()
+
+
+class Choosing(Block):
+    """A layer with attributes of several kinds, which decide what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.function, self.factors, self.options = torch.tanh, [1.0], {"shifts": [0.5, (2, 3.0)]}
+
+    def forward(self, x):
+        y = self.function(self.linear(self.norm(x) * self.factors[0]))
+        return x + y + self.options["shifts"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda b: setattr(b, "function", torch.relu), r"function of .* expected <built-in met"),
+        (lambda b: b.factors.__setitem__(0, 2.0), r"0 of .* expected 1\.0, got 2\.0"),
+        (lambda b: b.options["shifts"].__setitem__(0, 2.0), r"0 of .* expected 0\.5, got 2\.0"),
+        (lambda b: b.options["shifts"].pop(), r"1 of .* expected \(2, 3\.0\), got "),
+        (lambda b: b.linear.weight.requires_grad_(False),
+         r"linear\.weight of .* expected requires_grad True, got False"),
+        (lambda b: torch.nn.init.zeros_(b.linear.weight),
+         r"linear\.weight of .* expected the same tensor .*, got one that was changed in place"),
+        (lambda b: setattr(b, "norm", nn.LayerNorm(models.D)),
+         r"norm of .* expected LayerNorm.*, got another one, LayerNorm"),
+        (lambda b: b.eval(), r"training of .* expected True, got False"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_is_another_one_in_backward_is_an_error(change, said):
+    model = models.Loop(layer=Choosing)
+    deepfast.connect(model, "blocks", norm="pre", recompute="layer")
+    out = model(X)
+    change(model.blocks[1])
+    with pytest.raises(RuntimeError, match=f"recompute policy: {said}"):
         out.sum().backward()
 
 
