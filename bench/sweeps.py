@@ -23,15 +23,17 @@ from bench.record import read, record
 from deepfast.measure.clock import interleave, keep_memory, ratio
 from deepfast.measure.sweep_picture import draw_learning
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.sweep.grid import Point, named, runs_of, systems
-from deepfast.mt.sweep.runs import Result, read_object, read_recipe
+from deepfast.mt.sweep.grid import Point, named, systems
+from deepfast.mt.sweep.runs import RECIPE, Result, read_result
+from deepfast.mt.sweep.stages import Sweep
 from deepfast.mt.sweep.table import differences, interval, known
+from deepfast.mt.training import load_recipe
 from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.run_folder import BEST
 from deepfast.mt.training.trainer import Trainer
 
-DIGITS = {"nll": 3, "bleu": 1}
-UNITS = {"nll": "nats/token", "bleu": "BLEU"}
+MEASURES = {"nll": ("nll", 3, "nats/token"), "bleu": ("test_bleu", 1, "BLEU")}
+"""Name of a number -> its key in a result, its digits and its unit."""
 PAIRS = (
     ("DLCL, 30 layers", "DLCL, 6 layers"),
     ("attention residuals, 30 layers", "attention residuals, 6 layers"),
@@ -61,11 +63,12 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
     """Records the time and the peak memory of a step of every system."""
     torch.set_num_threads(1)
     keep_memory()
-    chosen = systems(recipe)[0]
+    chosen, pilots = systems(recipe)
     first = chosen[0]
     chosen = list(dict.fromkeys([first, *named(chosen, only)]))
-    trainers = {}
-    for point, (run, *_) in runs_of(recipe, overrides, chosen, 1, None).items():
+    sweep, trainers = Sweep(recipe, overrides, chosen, pilots), {}
+    for point in chosen:
+        run = sweep.run(point, 1)
         # A corpus of its own, so that all see the same batches.
         corpus = load_corpus(run.recipe.data, seed=1, folder=None)
         trainers[point] = Trainer(run.recipe, corpus, torch.device("cpu"))
@@ -94,8 +97,8 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
     (point,) = named(systems(recipe)[0], [name])
     found: dict[int | None, list[float]] = {}
     for place in sorted((folder / point.folder).glob("seed-*")):
-        loaded, _ = load_model(place / "run" / BEST)
-        plain = read_recipe(place)
+        loaded, _ = load_model(place / BEST)
+        plain = load_recipe(place / RECIPE)
         corpus = load_corpus(plain.data, seed=plain.train.seed, folder=None)
         trainer = Trainer(plain, corpus, torch.device("cpu"))
         trainer.model.load_state_dict(loaded.state_dict())
@@ -112,15 +115,15 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
                 f"the whole encoder, {len(over)} seeds")  # fmt: skip
         mean, spread = round(statistics.mean(over), 3) + 0.0, half(over, 3)
         command = f"python -m bench.sweeps cut {recipe} FOLDER"
-        record(key(recipe, point, f"cut_{layer}"), mean, UNITS["nll"], what, command, "any", spread)
+        record(key(recipe, point, f"cut_{layer}"), mean, "nats/token", what, command, "any", spread)
 
 
 def rows(folder: Path, point: Point) -> list[Result]:
     """The results of a system's runs in a sweep's folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected the folder of a sweep, got none")
-    found = sorted((folder / point.folder).glob("seed-*/result.json"))
-    return [read_object(path, seed=int) for path in found]
+    places = sorted((folder / point.folder).glob("seed-*"))
+    return [read_result(place, int(place.name.removeprefix("seed-"))) for place in places]
 
 
 def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
@@ -129,25 +132,25 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     called, found = {point.name: point for point in chosen}, {}
     runs = {point: rows(folder, point) for point in chosen}
     for point in chosen:
-        for name, digits in DIGITS.items():
-            own = known(runs[point], name)
+        for name, (field, digits, unit) in MEASURES.items():
+            own = known(runs[point], field)
             if own:
                 spread = f"± {statistics.stdev(own):.{digits}f}" if len(own) > 1 else ""
                 what = f"{name} of {point.name}, {len(own)} seeds, {recipe}"
                 mean = round(statistics.mean(own), digits)
-                found[key(recipe, point, name)] = mean, spread, UNITS[name], what
+                found[key(recipe, point, name)] = mean, spread, unit, what
     pairs = [(point, chosen[0], "") for point in chosen[1:]]
     pairs += [(called[ours], called[theirs], "_" + words(theirs))
               for ours, theirs in PAIRS if {ours, theirs} <= called.keys()]  # fmt: skip
     for point, base, behind in pairs:
-        for name, digits in DIGITS.items():
-            less = differences(runs[point], runs[base], name)
+        for name, (field, digits, unit) in MEASURES.items():
+            less = differences(runs[point], runs[base], field)
             spread = half(less, digits)
             if not spread:
                 continue
             what = f"{name} of {point.name} less {base.name}, {len(less)} seeds, {recipe}"
             found[key(recipe, point, f"{name}_less{behind}")] = (
-                round(statistics.mean(less), digits), spread, UNITS[name], what,
+                round(statistics.mean(less), digits), spread, unit, what,
             )  # fmt: skip
     return found
 

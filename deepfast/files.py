@@ -70,8 +70,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part.
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Opens a file to write, so that a reader sees the old content or the new, never a part.
 
     Raises:
         DataError: the folder is missing or not writable.
@@ -82,9 +83,15 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     special = path.exists() and not path.is_file()
     try:
         with open(path, "wb") if special else replaced(path) as stream:
-            stream.write(content)
+            yield stream
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a whole file, see `written`."""
+    with written(path) as stream:
+        stream.write(content)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     if args.text is None:
-        lines = [source for source, _ in phrases("de", train=20_000, dev=0, test=0).train]
+        lines = [source for source, _ in phrases("de", train=20_000, dev=0, test=0)["train"]]
     else:
         lines = read_lines(args.text)
     model, _ = train(

@@ -52,12 +52,13 @@ ALLOWED = {
     "cases": {"clock", "selfcheck", *NN},
     "attach": NN,
     "integrations": NN,
+    "mt.checked": {"checks", "files"},
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
     "mt.data": {"mt", *BOTTOM},
-    "mt.models": {"mt", "mt.data", *NN},
+    "mt.models": {"mt", "mt.checked", "mt.data", *NN},
     "mt.search": {"mt", *MODELS},
-    "mt.training": {"mt", "mt.search", *MODELS},
-    "mt.sweep": {"machine", "mt", "mt.search", "mt.training", *MODELS},
+    "mt.training": {"machine", "mt", "mt.checked", "mt.search", *MODELS},
+    "mt.sweep": {"mt", "mt.checked", "mt.search", "mt.training", *MODELS},
     "measure": {"cases", "clock", "machine", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},
     "cli": {
         "build",
@@ -178,8 +179,9 @@ def extras():
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split("\ndependencies = ")[1].split("\n")[0]
     section += text.split("[project.optional-dependencies]")[1].split("\n[")[0]
-    names = set(re.findall(r'"([a-zA-Z0-9_-]+)"', section))
-    return {{"pyyaml": "yaml"}.get(n, n.replace("-", "_")) for n in names} - {"numpy"}
+    names = set(re.findall(r'"([a-zA-Z0-9_-]+)', section))
+    modules = {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in names}
+    return modules - {"numpy", "torch", "triton"}
 
 
 IMPORTS = """
@@ -203,6 +205,8 @@ import deepfast.backend
 loaded = list(sys.modules)
 import deepfast.mt.training
 assert state() == before
+# It takes a second, and only steps of training need it.
+assert "torch.distributed.checkpoint" not in sys.modules
 print(*loaded)
 """
 
@@ -219,10 +223,10 @@ def loaded(python):
 
 
 # numpy and triton are torch's own optional dependencies: torch imports them where they are there.
-def test_importing_needs_torch_alone(loaded):
+def test_importing_needs_torch_alone_and_the_toolkit_pydantic(loaded):
     packages = {name.split(".")[0] for name in loaded}
     assert {"torch", "deepfast"} <= packages
-    assert not packages & extras()
+    assert packages & extras() == {"pydantic"}
     assert "kernels" not in packages
 
 

@@ -9,10 +9,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from deepfast.cli import COMMANDS
-from deepfast.mt.training.recipe_file import KEYS
+from deepfast.mt.models import KINDS
+from deepfast.mt.models.interface import DERIVED_FIELDS
+from deepfast.mt.training.recipe import SECTIONS, Recipe
 
 SNAPSHOT = Path(__file__).parent / "data" / "public_names.txt"
 MODULES = ("deepfast", "deepfast.ops", "deepfast.nn", "deepfast.memory")
@@ -41,6 +44,17 @@ def _public() -> Iterator[str]:
                         yield f"{module_name}.{name}.{method}{_arguments(value)}"
 
 
+def _keys() -> set[str]:
+    """The keys of recipes."""
+    parts = {name: [cls] for name, cls in SECTIONS.items()}
+    parts["model"] = [model.Config for model in KINDS.values()]
+    keys = {
+        f"{name}.{f.name}" for name, found in parts.items() for cls in found for f in fields(cls)
+    }
+    keys |= {f.name for f in fields(Recipe)} - parts.keys()
+    return keys - {f"model.{name}" for name in DERIVED_FIELDS} | {"model.kind", "model.size"}
+
+
 def _commands() -> Iterator[str]:
     for name in COMMANDS:
         if name == "mt":
@@ -53,7 +67,7 @@ def _commands() -> Iterator[str]:
 
 
 def lines() -> list[str]:
-    return [*_public(), *(f"recipe: {key}" for key in sorted(KEYS)), *_commands()]
+    return [*_public(), *(f"recipe: {key}" for key in sorted(_keys())), *_commands()]
 
 
 def test_the_public_names_are_those_of_the_snapshot():

@@ -28,16 +28,11 @@ COMMANDS = {
     "mt": "train translation models, translate, score the translations",
     "mt train": "train a translation model from a recipe",
     "mt translate": "translate lines of text with a checkpoint",
-    "mt score": "BLEU of translations against references",
-    "mt tune": "find the weights of deep-shallow decoding on a dev text",
+    "mt score": "BLEU of translations against references, or the decoding with the best BLEU",
     "mt sweep": "compare systems, or the values of a key, over seeds: a plan, a page, pictures",
     "mt posunk": "mark unknown words of a training text by the source words that they translate",
-    "mt export": "write the model of a checkpoint as a single file, also as safetensors",
-    "mt prune": "remove the layers that latent depth does not use",
-    "mt convert": "convert a fairseq checkpoint of a Transformer, with DLCL or without",
-    "mt show-attention": "draw how a fusion of layers weighs them, word by word",
-    "mt show-run": "NLL, accuracy and the gradient norms of the layers over a training run",
-    "mt show-weights": "show the depth weights or the choice of layers that a model has learned",
+    "mt prune": "write a model as a single file, without the layers that latent depth does not use",
+    "mt show": "show the weights or the choice of layers that a model has learned",
 }
 """By name; a group comes before its commands."""
 

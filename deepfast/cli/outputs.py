@@ -38,10 +38,9 @@ def check_other(output: Path, sources: Iterable[str | Path], is_read: str = "is 
             )
 
 
-def check_keeps_run(output: Path, checkpoint: str, content: dict) -> None:
-    """Refuses to replace the checkpoint that has this content, if a run can resume from it. A
-    folder is always one of a run."""
-    if "training" in content or Path(checkpoint).is_dir():
+def check_keeps_run(output: Path, checkpoint: str) -> None:
+    """Refuses to replace a part of the folder that a run can resume from."""
+    if Path(checkpoint).is_dir():
         check_other(output, [checkpoint], "a run can resume from")
 
 

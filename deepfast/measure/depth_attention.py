@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepfast.mt.data.vocabulary import AnyVocabulary
+from deepfast.mt.data.vocabulary import Vocabulary
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
-from deepfast.mt.search.lines import decode_lines
 from deepfast.mt.search.options import DEFAULTS
+from deepfast.mt.search.translate import decode_lines
 from deepfast.nn import AttentionResiduals
 
 
@@ -40,7 +40,7 @@ class _Mean:
 
 
 def mean_attention(
-    model: SearchModel, vocabulary: AnyVocabulary, lines: Sequence[str]
+    model: SearchModel, vocabulary: Vocabulary, lines: Sequence[str]
 ) -> dict[AttentionResiduals, Tensor]:
     """The mean weights (rows, rows) of each of the model's attention residuals.
 
@@ -53,10 +53,9 @@ def mean_attention(
         ValueError: lines without text.
     """
     means = {module: _Mean() for module in attention_residuals(model)}
-    ids = {name: getattr(vocabulary, name) for name in ("bos_id", "eos_id", "unk_id")}
 
     def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
-        best = beam_search(model, source_BS, DEFAULTS, **ids)
+        best = beam_search(model, source_BS, DEFAULTS)
         rows = [torch.tensor([vocabulary.bos_id, *found[0].tokens]) for found in best]
         target_BT = pad_sequence(rows, batch_first=True, padding_value=model.config.padding_idx)
         with contextlib.ExitStack() as hooks:

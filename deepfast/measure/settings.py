@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-RECIPE, TWIN = "phrases-dlcl30", "phrases-postnorm30"
-"""The recipe of the trained model, and of the one that it is compared with."""
+RECIPE = "phrases-dlcl30"
+"""The recipe of the trained model."""
+TWIN = ("model.encoder_connection=residual", "model.norm=post")
+"""What the model that it is compared with changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deepfast.files import write_atomically
 from deepfast.measure.pictures import GREY, WIDTH, picture
 from deepfast.mt.sweep.grid import Pilots, Point
+from deepfast.mt.sweep.runs import Result
 from deepfast.mt.sweep.table import Results, diverged, known, page
 
-PANELS = {"bleu": "BLEU", "nll": "dev NLL, nats"}
+PANELS = {"test_bleu": "BLEU", "nll": "dev NLL, nats"}
 """What a run's result has -> the title of its panel."""
 COLORS = ("#0b6e4f", "#d55e00", "#0072b2", "#e69f00", "#b8548f", "#7a7a7a", "#56b4e9", "#000000")
 MARKERS = "osD^vPX*"
@@ -85,14 +85,13 @@ def write_page(
     results: Results,
     command: str,
     pilots: Pilots | None,
-    tried: Mapping[Point, Results],
+    tried: Mapping[Point, Mapping[Point, Result]],
 ) -> None:
     """Writes the page of a sweep and its pictures into its folder, see `page`."""
     text = page(results, command, pilots, tried)
     write_atomically(folder / "sweep.md", text.encode())
     draw(results, list(results), folder / "sweep.svg")
     draw_learning(results, folder / "sweep_curves.svg")
-    draw_gradients(results, folder / "sweep_gradients.svg")
 
 
 def draw(results: Results, points: Sequence[Point], path: Path) -> None:
@@ -171,27 +170,6 @@ def draw_learning(results: Results, path: Path, time: str = "minutes") -> None:
         _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
 
 
-def draw_gradients(results: Results, path: Path) -> None:
-    """Writes the picture of the norms of the gradients of each layer, the mean over the runs, at
-    the first and the last step. The layers are those of a model's first part, such as its encoder.
-    """
-    with picture(path, WIDTH, 1.1 + 0.1 * len(results) + 4.4) as figure:
-        grid, looks = figure.subplots(2, 1), _looks(results)
-        for at, (axes, title) in enumerate(zip(grid, ("first", "last"), strict=True)):
-            axes.set_title(f"norm of the gradient, {title} step")
-            for point, runs in results.items():
-                color, style = looks[point]
-                layers = [
-                    _layers(run["gradient_norms"][at]) for run in runs if run.get("gradient_norms")
-                ]
-                mean = [statistics.mean(x) for x in zip(*layers, strict=True)]
-                axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=style,
-                          linewidth=1.4, label=", ".join(point.values))  # fmt: skip
-            axes.set_yscale("log")
-        grid[1].set_xlabel("layer")
-        _legend(figure, grid[0], ", ".join(next(iter(results)).keys))
-
-
 def _looks(results: Results) -> dict[Point, tuple[str, str]]:
     """Colour and line of each point: "DLCL, 6 layers" has the colour of "DLCL, 30 layers" and the
     line of "pre-norm, 6 layers"."""
@@ -205,12 +183,6 @@ def _looks(results: Results) -> dict[Point, tuple[str, str]]:
         again, color = divmod(first.index(a), len(COLORS))
         looks[point] = COLORS[color], LINES[(second.index(b) + again) % len(LINES)]
     return looks
-
-
-def _layers(norms: Mapping[str, Any]) -> list[float]:
-    """The norms of the first list of layers in a row of metrics; NaN for a layer without one."""
-    found: list = next((norms[key] for key in norms if isinstance(norms[key], list)), [])
-    return [math.nan if norm is None else norm for norm in found]
 
 
 def _draw_lines(axes, values: Sequence[Sequence[float]]) -> None:

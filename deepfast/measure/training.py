@@ -4,6 +4,7 @@ fixed number of steps, and translations by the first."""
 import math
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -39,21 +40,21 @@ class Training:
         s = self.settings
         return [
             Job("training", f"{RECIPE}, {s.steps} steps",
-                lambda: self.train("dlcl", RECIPE, s.steps)),
+                lambda: self.train("dlcl", (), s.steps)),
             Job("training", f"{s.sentences} translations", self.translate),
-            Job("training", f"{TWIN}, {s.twin_steps} steps",
+            Job("training", f"{RECIPE} with post-norm residuals, {s.twin_steps} steps",
                 lambda: self.train("twin", TWIN, s.twin_steps)),
         ]  # fmt: skip
 
-    def train(self, key: str, name: str, steps: int) -> None:
-        """One run: its curve and its result."""
+    def train(self, key: str, changes: Sequence[str], steps: int) -> None:
+        """One run, of the recipe with these changes: its curve and its result."""
         folder = Path(self.folder.name) / key
         # As many validations as a reader can follow in a curve.
         every = max(1, self.settings.twin_steps // 3)
         recipe = load_recipe(
-            name,
+            RECIPE,
             [
-                *self.settings.overrides, f"output={folder}", f"train.max_steps={steps}",
+                *self.settings.overrides, *changes, f"output={folder}", f"train.max_steps={steps}",
                 "train.test_bleu=false", "train.tensorboard=false", "train.log_every=10",
                 f"train.validate_every={every}", f"train.save_every={every}",
             ],
@@ -67,7 +68,7 @@ class Training:
             part: [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == event]
             for part, event in (("train", "train"), ("dev", "valid"))
         }
-        self.chapter["runs"][key] = _summary(name, recipe, result) | {"curve": curve}
+        self.chapter["runs"][key] = _summary(key, recipe, result) | {"curve": curve}
         if key == "dlcl":
             self.result = result
 
@@ -77,7 +78,7 @@ class Training:
         folder = self.result.output / "phrases"
         with torch.no_grad():
             weights = model.encoder.connection.depth.effective_weight().tolist()
-        pairs = read_parallel(folder / "test.en", folder / "test.de").pairs
+        pairs = read_parallel(folder / "test.en", folder / "test.de")
         sources, references = zip(*pairs[: self.settings.sentences], strict=True)
         options = DecodingOptions(beam=self.settings.beam)
         hypotheses = translate_lines(model, vocabulary, list(sources), options)
@@ -95,11 +96,11 @@ class Training:
         }
 
 
-def _summary(name: str, recipe: Recipe, result: TrainResult) -> dict:
+def _summary(key: str, recipe: Recipe, result: TrainResult) -> dict:
     model, vocabulary = _load(result.for_translation)
     config = model.config
     return {
-        "recipe": name,
+        "recipe": RECIPE if key == "dlcl" else " ".join([RECIPE, *TWIN]),
         "steps": result.step,
         "seconds": result.seconds,
         "best_nll": result.best_nll,

@@ -2,37 +2,30 @@
 
 import contextlib
 import os
-import runpy
-import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from deepfast.cli import main
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.models import kind_of
+from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.mt.sweep import runs
-from deepfast.mt.training.checkpoint import save_checkpoint
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Makes the runs of a sweep in this process, one after the other, as theirs would."""
 
-    def start(run, threads):
-        run.write()
-        before = signal.getsignal(signal.SIGTERM)
-        monkeypatch.setattr(sys, "argv", ["one", str(run.folder)])
-        with (
-            open(run.folder / runs.LOG, "a") as log,
-            contextlib.redirect_stdout(log),
-            contextlib.redirect_stderr(log),
-            pytest.raises(SystemExit) as ended,
-        ):
-            runpy.run_module("deepfast.mt.sweep.one", run_name="__main__")
-        signal.signal(signal.SIGTERM, before)
-        return SimpleNamespace(poll=lambda: ended.value.code, kill=int, wait=int)
+    def start(command, stdout, **_):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stdout):
+            code = main(command[3:])
+        return SimpleNamespace(poll=lambda: code, returncode=code, kill=int, wait=int)
 
-    monkeypatch.setattr(runs, "_start", start)
+    streams = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT")}
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start, **streams))
 
 
 @pytest.fixture
@@ -57,9 +50,11 @@ def output(monkeypatch):
 def save(tmp_path):
     """save(model, vocabulary) writes a checkpoint file and returns its path."""
 
-    def write(model, vocabulary=b"none"):
+    def write(model, vocabulary=None):
+        vocabulary = vocabulary or Vocabulary.train(["a b"], 9).to_bytes()
         content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary}  # fmt: skip
+                   "model": model.state_dict(), "vocabulary": vocabulary, "step": 3,
+                   "recipe": {}}  # fmt: skip
         save_checkpoint(tmp_path / "model.pt", content)
         return str(tmp_path / "model.pt")
 

@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 
 def test_training_goes_on_without_standard_output(trained):
-    assert {f.name for f in trained.glob("*.pt")} >= {"step-00000002.pt", "average.pt"}
+    assert {f.name for f in trained.iterdir()} >= {"step-00000002", "average.pt"}
 
 
 def test_training_goes_on_where_the_disk_of_standard_output_is_full(
@@ -64,7 +64,7 @@ def test_training_goes_on_where_the_disk_of_standard_output_is_full(
     pytest.importorskip("sentencepiece")
     output("full")
     assert main([*TRAIN, f"output={tmp_path}"]) == 0
-    assert [record.message for record in caplog.records] == [
+    assert [record.message for record in caplog.records if record.name == "deepfast"] == [
         "standard output: cannot be written (No space left on device); training goes on without it"
     ]
     assert (tmp_path / "average.pt").exists()
@@ -87,7 +87,7 @@ def test_a_stopped_run_keeps_its_exit_code_where_nobody_reads(output, tmp_path, 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
     output("unread")
     assert main([*TRAIN, f"output={tmp_path}"]) == 143
-    assert len(list(tmp_path.glob("step-*.pt"))) == 1
+    assert len(list(tmp_path.glob("step-*"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,5 +145,5 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert len(list(tmp_path.glob("step-*.pt"))) == 1
+    assert len(list(tmp_path.glob("step-*"))) == 1
     assert not (tmp_path / ".lock").exists()

@@ -5,6 +5,8 @@ import json
 import shutil
 
 from deepfast.cli import main
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.training import load_recipe
 
 TINY = (
     "data.train_size=200", "data.dev_size=20", "data.test_size=10", "data.max_tokens=200",
@@ -22,57 +24,87 @@ def test_runs_that_end_well_and_diverge(in_process, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "data.vocab_size=120, optim.lr=1e-3, seed 1: BLEU " in said
     assert "data.vocab_size=120, optim.lr=1e38, seed 1: diverged, step " in said
-    names = ("sweep.json", "sweep.md", "sweep.svg", "sweep_curves.svg", "sweep_gradients.svg")
-    assert said.splitlines()[-5:] == [f"{output}/{name}" for name in names]
-    content = json.loads((output / "sweep.json").read_text())
-    assert content["over"] == {"data.vocab_size": ["120"], "optim.lr": ["1e-3", "1e38"]}
-    (run,) = content["points"][0]["runs"]
-    assert [step for step, _ in run["curve"]] == [2, 4]
-    assert run["bleu"] is not None
+    names = ("sweep.md", "sweep.svg", "sweep_curves.svg")
+    assert said.splitlines()[-3:] == [f"{output}/{name}" for name in names]
+    first, second = sorted(output.rglob("result.json"))
+    run, other = (json.loads(path.read_text()) for path in (first, second))
+    assert other.keys() == {"diverged", "machine"}
+    assert run["test_bleu"] is not None
+    assert run["bleu_signature"].startswith("nrefs:1|case:mixed|")
     assert run["sentences"].count(";") == 9
-    assert [row["step"] for row in run["gradient_norms"]] == [1, 4]
-    assert len(run["gradient_norms"][0]["grad_norm_encoder"]) == 1
-    assert {"commit", "cpu", "torch"} <= run.keys()
-    assert run["threads"] == 1
-    assert run["live_bytes"] > 4 * 4 * run["parameters"] / 2
+    assert run["step_seconds"] > 0
+    assert run["peak_bytes"] > 4 * 4 * run["parameters"]
+    assert {"commit", "cpu", "torch"} <= run["machine"].keys()
+    assert load_recipe(first.parent / "recipe.yaml").train.seed == 1
     assert (output / "sweep.svg").read_text().startswith("<?xml")
-    # A line of what was learned, and one of the cost.
-    assert (output / "sweep.md").read_text().count("\n| 120 |") == 4
-    (first, second) = sorted(output.rglob("result.json"))
+    page = (output / "sweep.md").read_text()
+    assert page.count("\n| 120 | ") == 2
+    assert run["bleu_signature"] in page
     stamps = [path.stat().st_mtime_ns for path in (first, second)]
     # What has finished is read. A value that is left out has no line.
     command[command.index("optim.lr=1e-3,1e38")] = "optim.lr=1e-3"
     assert main(command) == 0
-    assert (output / "sweep.md").read_text().count("\n| 120 |") == 2
+    assert (output / "sweep.md").read_text().count("\n| 120 | ") == 1
     assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
     assert main([*command, "model.ffn_dim=16"]) == 1
     assert "expected a run with the same settings" in capsys.readouterr().err
 
 
+def test_seeds_and_pilots_share_a_text(in_process, tmp_path, monkeypatch):
+    """Its vocabulary is learned and its ids are written once, and the page states the case of its
+    BLEU."""
+    learned, learn = [], Vocabulary.train
+    monkeypatch.setattr(Vocabulary, "train", lambda *args, **options: (
+        learned.append(1) or learn(*args, **options)
+    ))  # fmt: skip
+    words = ["ein altes haus", "das rote haus", "ein rotes BUCH", "das alte buch"] * 30
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("\n".join(words))
+    files = [f"data.{part}_{side}={tmp_path / side}" for part in ("train", "dev", "test")
+             for side in ("source", "target")]  # fmt: skip
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("""
+sweep:
+  seeds: 2
+  pilots: {key: optim.lr, values: [0.001, 0.002], steps: 2}
+  systems: {plain: {}}
+""")
+    own = [word for word in TINY if "_size" not in word]
+    more = ("data.vocab_size=40", "data.vocab_at_most=true", "data.lowercase=true",
+            "data.max_length=50")  # fmt: skip
+    command = ["mt", "sweep", str(recipe), *own, *files, *more, "train.device=cpu"]
+    assert main([*command, f"data.cache={tmp_path}/ids", "--output", f"{tmp_path}/sweep"]) == 0
+    assert len(list((tmp_path / "sweep").rglob("result.json"))) == 4
+    assert len(list((tmp_path / "ids").rglob("about.json"))) == len(learned) == 1
+    page = (tmp_path / "sweep" / "sweep.md").read_text()
+    assert "`nrefs:1|case:lc|" in page
+    assert "case:mixed" not in page
+
+
 def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
     command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
-    assert main([*command, "--memory-limit", "8GiB", "--output", str(tmp_path)]) == 1
+    assert main([*command, "--output", str(tmp_path)]) == 1
     (failed, *_) = capsys.readouterr().out.splitlines()
-    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: DataError: ")
+    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: ")
     table = (tmp_path / "sweep.md").read_text()
-    assert "\n| 5000 | - | - |" in table
+    assert "\n| 5000 | - | baseline | - | baseline |  | 1, 1 failed | - |" in table
     assert failed.split("failed, ")[1] in table
 
 
 SYSTEMS = """
 sweep:
   seeds: 2
-  pilots: {key: optim.lr, values: [1e-3, 1e38], steps: 2}
+  pilots: {key: optim.lr, values: [0.001, 1.0e+38], steps: 2}
   systems:
     plain: {model: {encoder_connection: residual}}
     DLCL: {model: {encoder_connection: dlcl}, train: {max_steps: 4}}
-    once: {model: {encoder_connection: attnres}, optim: {lr: 2e-3}, seeds: 1}
+    once: {model: {encoder_connection: attnres}, optim: {lr: 2.0e-3}, seeds: 1}
 """
 
 
 def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("deepfast.mt.sweep.plan.MEASURED", 2)
-    monkeypatch.setattr("deepfast.mt.sweep.plan.SHORT", 0)
+    monkeypatch.setattr("deepfast.mt.sweep.stages.MEASURED", 2)
+    monkeypatch.setattr("deepfast.mt.sweep.stages.SHORT", 0)
     recipe, output = tmp_path / "own.yaml", tmp_path / "sweep"
     recipe.write_text(
         (importlib.resources.files("deepfast.mt") / "recipes/phrases-small.yaml").read_text()
@@ -81,55 +113,40 @@ def test_systems_with_a_plan_and_pilots(in_process, tmp_path, capsys, monkeypatc
     command = ["mt", "sweep", str(recipe), *TINY, "data.vocab_size=120", "--output", str(output)]
     assert main([*command, "--plan"]) == 0
     *measured, planned = capsys.readouterr().out.splitlines()
-    assert [line.partition(", seed")[0] for line in measured] == [
-        f"plan, {name}" for name in ("plain", "DLCL", "once")
-    ]
+    assert [line.partition(", seed")[0] for line in measured] == ["plain", "DLCL", "once"]
     assert planned.startswith("plan: 9 runs of 3 points, 28 steps; about 0.0 hours with 1 process,")
     assert not list(output.rglob("sweep.md"))
 
     assert main(command) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert len([line for line in said if line.startswith("plan,")]) == 3
-    assert "DLCL, optim.lr=1e38, seed 1: diverged, step " in "\n".join(said)
+    said = capsys.readouterr().out
+    # The measured steps serve again.
+    assert said.startswith("plan: 9 runs")
+    assert "DLCL, optim.lr=1e+38, seed 1: diverged, step " in said
     text = (output / "sweep.md").read_text()
     assert text.startswith("# Systems\n")
     assert "\n| DLCL | **" in text
-    assert text.count("\n| once | ") == 2  # no pilots
-    for point in json.loads((output / "sweep.json").read_text())["points"]:
-        assert len(point["runs"]) == (1 if point["values"]["system"] == "once" else 2)
-    # The measured steps serve whatever is left.
-    shutil.rmtree(output / "DLCL" / "seed-2")
-    assert main(command) == 0
-    assert "\nplan: 1 run of 1 point," in capsys.readouterr().out
-    text = (output / "sweep.md").read_text()
+    assert text.count("\n| once | ") == 1  # no pilots
+    assert len(list((output / "DLCL").iterdir())) == 2
+    assert len(list((output / "once").iterdir())) == 1
     # What a run leaves is enough: the rest may go, and nothing is made again.
+    shutil.rmtree(output / "plan")
     kept = {path: path.read_bytes() for path in output.rglob("result.json")}
-    for path in [*output.rglob("run"), output / "plan"]:
-        shutil.rmtree(path)
+    for path in output.rglob("seed-*/*"):
+        if path.is_file() and path.name not in ("result.json", "recipe.yaml", "metrics.jsonl"):
+            path.unlink()
     assert main(command) == 0
-    again = capsys.readouterr().out.splitlines()
-    assert not [line for line in again if line.startswith("plan")]
-    assert {path: path.read_bytes() for path in output.rglob("result.json")} == {
-        path: content for path, content in kept.items() if "plan" not in path.parts
-    }
+    assert "plan:" not in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in output.rglob("result.json")} == kept
     assert (output / "sweep.md").read_text() == text
     shutil.rmtree(output / "DLCL" / "seed-2")
     assert main([*command, "--jobs", "0"]) == 0
-    assert "\n| once | " in (output / "sweep.md").read_text()
-    assert not (output / "DLCL" / "seed-2").exists()
     # The page keeps what has finished before, and nothing else is made.
     shutil.rmtree(output / "once")
     assert main([*command, "--only", "once"]) == 0
     assert not (output / "DLCL" / "seed-2").exists()
     left = (output / "sweep.md").read_text()
-    assert left.count("\n| plain | ") == text.count("\n| plain | ") == 3
-    assert left.count("\n| once | ") == 2
-    # Steps that were measured with other settings are measured again.
-    shutil.rmtree(output / "once" / "seed-1")
-    settings = output / "plan" / "once" / "settings.json"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text((output / "plain/seed-1/settings.json").read_text())
-    assert main([*command, "--only", "once"]) == 0
+    assert left.count("\n| plain | ") == text.count("\n| plain | ") == 2
+    assert left.count("\n| once | ") == 1
     # Without any result there is no page.
     capsys.readouterr()
     assert main([*command, "--jobs", "0", "--output", str(tmp_path / "empty")]) == 0

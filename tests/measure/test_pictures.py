@@ -4,13 +4,14 @@ none."""
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
 from deepfast.files import DataError
-from deepfast.measure import attention_picture, pictures, report_pictures, run_picture
+from deepfast.measure import attention_picture, pictures, report_pictures
 from deepfast.measure import weight_picture as weights
 from deepfast.measure.connections import CONNECTIONS
 from deepfast.measure.encoders import VARIANTS
@@ -18,27 +19,26 @@ from deepfast.measure.pictures import picture
 from deepfast.measure.sweep_picture import (
     caption,
     draw,
-    draw_gradients,
     draw_learning,
     marks,
     write_page,
 )
 from deepfast.memory import POLICIES
 from deepfast.mt.search.score import sentence_counts
-from deepfast.mt.sweep.grid import points
+from deepfast.mt.sweep.grid import Pilots, points
 from deepfast.mt.sweep.table import (
-    cost,
+    cells,
     differences,
     diverged,
     interval,
-    learned,
     page,
     resampled,
     sentence_interval,
 )
 
 NUMBERS = "model.encoder_layers=6,12,30"
-BLEU = {"bleu": 20.0, "nll": 1.5, "curve": [[1, 2.0], [2, 1.5]]}
+MACHINE = {"cpu": "Some CPU", "torch": "2.0", "commit": None}
+BLEU = {"test_bleu": 20.0, "nll": 1.5, "curve": [[1, 2.0], [2, 1.5]], "machine": MACHINE}
 NORMS = {"grad_norm_encoder": [0.5, None], "grad_norm_decoder": [0.0, 0.25, 2.0]}
 SIDE = weights.SideWeights("encoder", torch.eye(4).cumsum(0), "mean over 8 channels")
 CHOICE = weights.SideChoices(
@@ -48,8 +48,8 @@ CHOICE = weights.SideChoices(
 
 
 def results_of(*overs, seeds=2, **changes):
-    return {point: [{"seed": s + 1} | BLEU | {"bleu": 20.0 + s} | changes for s in range(seeds)]
-            for point in points(overs)}  # fmt: skip
+    runs = [{"seed": s + 1} | BLEU | {"test_bleu": 20.0 + s} | changes for s in range(seeds)]
+    return {point: [dict(run) for run in runs] for point in points(overs)}
 
 
 def sweep(*overs, **changes):
@@ -77,16 +77,6 @@ DRAWN = {
         ),
         "a|$b$|hop 1|hop 2|words|encoder|layer (0: the embedding)|weight",
     ),
-    "run": (
-        lambda path: run_picture.draw(
-            [{"event": "train", "step": 10, "nll": 5.0} | NORMS,
-             {"event": "valid", "step": 15, "nll": 4.0, "accuracy": 0.5},
-             {"event": "train", "step": 20, "nll": 4.0} | NORMS],
-            path,
-        ),
-        "NLL, nats per target token|token accuracy|train|dev|gradient norm by layer: encoder|"
-        "gradient norm by layer: decoder|optimizer steps",
-    ),
     "parts of a text": (
         lambda path: pictures.parts(["1 to 9", "10"], [20.25, None], path),
         "BLEU by the words of a source|1 to 9|10|20.2",
@@ -103,15 +93,6 @@ DRAWN = {
     "seeds of systems": (
         sweep("norm=plain,deep", seeds=3, nll=None),
         "plain|deep|BLEU|Mean of 3 seeds; each seed a circle.",
-    ),
-    "gradients": (
-        lambda path: draw_gradients(
-            results_of("norm=plain,deep", gradient_norms=[
-                {"step": 1, "grad_norm_encoder": [0.5, None, 0.2], "grad_norm_other": 1.0},
-                {"step": 9, "grad_norm_encoder": [0.1, 0.2, 0.3]},
-            ]), path,
-        ),
-        "plain|deep|norm of the gradient, first step|norm of the gradient, last step|layer",
     ),
     "learning": (
         lambda path: draw_learning(
@@ -185,7 +166,7 @@ def test_several_seeds_have_error_bars(tmp_path):
 
     def lengths(seeds):
         results = results_of("model.dim=8,16,32", seeds=seeds, nll=None)
-        results[list(results)[2]][-1]["bleu"] += 2.0
+        results[list(results)[2]][-1]["test_bleu"] += 2.0
         draw(results, list(results), tmp_path / "sweep.svg")
         svg = (tmp_path / "sweep.svg").read_text()
         bars = re.findall(r'<g id="LineCollection_\d+">(.*?)</g>', svg, re.DOTALL)
@@ -203,12 +184,12 @@ def test_marks_have_a_deviation_and_gaps():
     results = results_of("model.dim=8,16")
     second = list(results)[1]
     results[second] = [{"seed": 1, "failed": "exit 1"}, {"seed": 2} | BLEU]
-    (curve,) = marks(results, "bleu", ["8", "16"]).values()
+    (curve,) = marks(results, "test_bleu", ["8", "16"]).values()
     assert curve[0].mean == 20.5
     assert curve[0].deviation == pytest.approx(math.sqrt(0.5))
     assert curve[1].deviation is None
     results[second] = [{"seed": 1, "failed": "exit 1"}]
-    (curve,) = marks(results, "bleu", ["8", "16"]).values()
+    (curve,) = marks(results, "test_bleu", ["8", "16"]).values()
     assert math.isnan(curve[1].mean)
 
 
@@ -217,7 +198,7 @@ def test_the_caption_tells_what_is_missing(tmp_path):
         draw(results, every, tmp_path / "sweep.svg")
         return words((tmp_path / "sweep.svg").read_text())
 
-    results = results_of("model.dim=8,16", bleu=None)
+    results = results_of("model.dim=8,16", test_bleu=None)
     first, second = results
     # Without a test part there is one panel. A point may have no runs so far.
     only = said({second: results[second]}, [first, second])
@@ -234,23 +215,40 @@ def test_the_caption_tells_what_is_missing(tmp_path):
 
 
 def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
-    results = results_of("model.norm=pre,post", "model.dlcl={norm: null}")
+    results = results_of("model.norm=pre,post", "model.dlcl={norm: null}", bleu_signature="case:lc")
     results[list(results)[1]] = [
         {"seed": 1, "failed": "exit 1: data: no text"},
-        {"seed": 2, "diverged": "step 3: the loss is nan", "live_bytes": 2**20},
+        {"seed": 2, "diverged": "step 3: the loss is nan", "machine": MACHINE},
     ]
     text = page(results, "deepfast mt sweep x")
     assert text.startswith("# model.norm and model.dlcl\n")
+    assert "\n3 runs, 0.0 hours together, Some CPU, torch 2.0.\n" in text
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[0].startswith("| `model.norm` | `model.dlcl` | dev NLL | difference | BLEU |")
     assert lines[2].startswith("| pre | {norm: null} | 1.500 ± 0.000 | baseline | 20.5 ± 0.7 |")
-    assert lines[2].endswith("| 2 | 0 of 2 | - |")
-    assert lines[3] == "| post | {norm: null} | - | - | - | - | 1 | 1 of 1 | 1 of 2 |"
-    assert lines[-1] == "| post | {norm: null} | - | - | 1 MiB | - |"
-    assert "- model.norm=post, model.dlcl={norm: null}, seed 1: exit 1: data: no text\n" in text
-    assert "seed 2: diverged, step 3: the loss is nan\n" in text
+    assert lines[2].endswith("| baseline |  | 2 | - | - | - |")
+    assert lines[3] == (
+        "| post | {norm: null} | - | - | - | - | - | 2, 1 diverged, 1 failed | - | - | - |"
+    )
+    name = "- model.norm=post, model.dlcl={norm: null}, seed"
+    assert f"{name} 1: failed, exit 1: data: no text\n" in text
+    assert f"{name} 2: diverged, step 3: the loss is nan\n" in text
     assert "](sweep.svg)" in text
-    assert "With 2 seeds it has\n1 degree of freedom and reaches 12.7 standard errors" in text
+    assert "`case:lc`" in text
+
+
+def test_the_page_has_the_pilots():
+    (first, second) = results = results_of("norm=plain,deep")
+    pilots = Pilots(key="optim.lr", values=["1", "2"], steps=500)
+    first, second = (replace(point, pilots=pilots.of(point)) for point in results)
+    results = dict(zip((first, second), results.values(), strict=True))
+    low, high = ({"seed": 1, "machine": MACHINE, "nll": nll} for nll in (1.0, 2.0))
+    tried = {first: dict(zip(first.pilots, (high, low), strict=True)),
+             second: {second.pilots[0]: {"seed": 1, "failed": "x"}}}  # fmt: skip
+    lines = page(results, "x", pilots, tried).splitlines()
+    assert "4 runs and 2 pilots, 0.0 hours together, Some CPU, torch 2.0." in lines
+    assert "| norm=plain | 2.000 | **1.000** |" in lines
+    assert "| norm=deep | - | - |" in lines
 
 
 def test_differences_are_those_of_the_same_seed():
@@ -259,12 +257,14 @@ def test_differences_are_those_of_the_same_seed():
     found = differences(ours, base, "nll")
     assert found == pytest.approx([-0.4, -0.5, -0.6])
     # t of 2 degrees of freedom, times 0.1 / sqrt(3).
-    assert interval(found) == pytest.approx((-0.5 - 4.303 * 0.057735, -0.5 + 4.303 * 0.057735))
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert interval(found) == pytest.approx((-0.5 - half, -0.5 + half))
     assert interval([1.0]) is None
-    assert learned([{"curve": []} | run for run in ours], base)[1] == "-0.500 (-0.748 to -0.252)"
+    assert interval([1.0, 1.0, 1.0]) == (1.0, 1.0)
+    assert cells([{"curve": []} | run for run in ours], base)[1] == "-0.500 (-0.748 to -0.252)"
     moved = [run | {"curve": [], "nll": run["nll"] + 0.4} for run in ours]
-    assert learned(moved, base)[1] == "-0.100 (-0.348 to +0.148), inside the noise"
-    assert learned(moved[:1], base)[1] == "+0.000"
+    assert cells(moved, base)[1] == "-0.100 (-0.348 to +0.148), inside the noise"
+    assert cells(moved[:1], base)[1] == "+0.000"
 
 
 def test_resampled_sentences_are_the_same_of_all_runs():
@@ -288,5 +288,5 @@ def test_resampled_sentences_are_the_same_of_all_runs():
 def test_a_run_without_validation_or_with_losses_that_are_null():
     assert not diverged({"curve": []})
     assert diverged({"curve": [[1, 2.0], [2, None]]})
-    assert cost([]) == ["-", "-", "-", "-"]
-    assert learned([], [{"seed": 1, "nll": 1.0}]) == ["-", "-", "-", "-", "0", "-", "-"]
+    nothing = ["-", "-", "-", "-", "-", "0", "-", "-", "-"]
+    assert cells([], [{"seed": 1, "nll": 1.0}]) == nothing

@@ -1,143 +1,158 @@
-"""What `translate`, `score` and `tune` share: decoding arguments, and the run of a search."""
+"""Decoding arguments and the run of a search, for `translate` and `score`."""
 
 import argparse
+import contextlib
 import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from deepfast import checks
+from deepfast.cli.outputs import device_of
 from deepfast.mt.search import (
     DecodingOptions,
-    Translations,
+    Translation,
     Translator,
     load_translator,
-    translate_all,
+    translate_nbest,
 )
-from deepfast.mt.search.deep_shallow import ALPHA, GAMMA
-from deepfast.mt.search.options import LENGTH_FORMS
-from deepfast.mt.search.translator import PRECISIONS
+from deepfast.mt.search.options import ALPHA, GAMMA, LENGTH_FORMS
 
-Results = TypeVar("Results")
+OPTIONS = [field.name for field in fields(DecodingOptions)]
+REPEATED = [*OPTIONS, "language", "device", "precision", "threads"]
+"""Arguments of a search, which the command that `score --tune` prints repeats."""
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a search."""
+    """Adds the arguments of a search. One that is not given is None or False."""
     default = DecodingOptions()
-    group = parser.add_argument_group("decoding")
-
-    def add(name: str, text: str, **options) -> None:
-        value = getattr(default, name.replace("-", "_"))
-        text = f"{text}; default: %(default)s"
-        group.add_argument(f"--{name}", default=value, help=text, **options)
-
-    add("beam", "hypotheses kept per sentence; 1 is greedy search", type=int)
-    add("length-penalty", "alpha of the score, at least 0; higher: longer translations", type=float)
+    group = parser.add_argument_group(
+        "decoding", "beam and length penalty are by default those of the checkpoint's recipe"
+    )
+    add = group.add_argument
+    add("--beam", type=int, help="hypotheses kept per sentence; 1 is greedy search")
+    text = "alpha of the score, at least 0; higher: longer translations"
+    add("--length-penalty", type=float, help=text)
     text = "the score of n tokens with eos is log P / ((5 + n) / 6)^alpha (gnmt) or log P / n^alpha"
-    add("length-form", f"{text} (power, as in fairseq)", choices=LENGTH_FORMS)
-    add("max-tokens", "most source tokens of a batch", type=int)
+    add("--length-form", choices=LENGTH_FORMS, help=f"{text} (power, as in fairseq)")
+    text = f"most source tokens of a batch; default: {default.max_tokens}"
+    add("--max-tokens", type=int, help=text)
     text = "most tokens of a translation; default: 2 * source tokens + 10"
-    group.add_argument("--max-length", type=int, help=text)
-    group.add_argument("--language", help="put the tag of this language in front of every line")
-    group.add_argument("--no-unknown", action="store_true", help="never generate unk")
-    group.add_argument("--device", help="cpu or cuda; default: cuda where there is a GPU")
-    group.add_argument("--precision", choices=PRECISIONS, default="float32")
-    group.add_argument("--threads", type=int, help="CPU threads; default: torch's")
-
-
-def add_translation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `translate` and `score`: `add_decoding_arguments` and more."""
-    add_decoding_arguments(parser)
+    add("--max-length", type=int, help=text)
+    add("--language", help="put the tag of this language in front of every line")
+    add("--no-unknown", action="store_true", help="never generate unk")
     text = "replace each unk by the source word with the most attention"
-    parser.add_argument("--replace-unknown", action="store_true", help=text)
+    add("--replace-unknown", action="store_true", help=text)
     text = "translate unknown words by a file that deepfast mt posunk has written"
-    parser.add_argument("--dictionary", metavar="FILE", help=text)
-    group = parser.add_argument_group("deep-shallow decoding, for a model that has grown")
+    add("--dictionary", metavar="FILE", help=text)
+    add("--device", help="cpu or cuda; default: cuda where there is a GPU")
+    add("--precision", choices=("float32", "bfloat16"), help="default: float32")
+    add("--threads", type=int, help="CPU threads; default: torch's")
+    add = parser.add_argument_group(
+        "deep-shallow decoding, for a model that has grown"
+    ).add_argument
     text = "translate with the model and with its bottom alone, and rank all translations"
-    group.add_argument("--deep-shallow", action="store_true", help=text)
+    add("--deep-shallow", action="store_true", help=text)
     text = f"weight of the network that found a translation, 0 to 1; default: {ALPHA}"
-    group.add_argument("--alpha", type=float, help=text)
+    add("--alpha", type=float, help=text)
     text = f"power of the length that divides the score; default: {GAMMA}"
-    group.add_argument("--gamma", type=float, help=text)
+    add("--gamma", type=float, help=text)
 
 
-def decoding_options(args: argparse.Namespace) -> DecodingOptions:
-    """The options among a command's arguments, which have the fields' names."""
-    names = [field.name for field in fields(DecodingOptions) if hasattr(args, field.name)]
-    return DecodingOptions(**{name: getattr(args, name) for name in names})
-
-
-def decoding_words(args: argparse.Namespace) -> list[str]:
-    """The arguments of `add_decoding_arguments` that differ from their default, as shell words."""
-    parser = argparse.ArgumentParser()
-    add_decoding_arguments(parser)
-    words = []
-    for name, default in vars(parser.parse_args([])).items():
-        value = getattr(args, name)
-        if value != default:
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else [str(value)]
-    return words
-
-
-def to_translate(checkpoint: object, *words: str) -> str:
-    """The line that says how to use a checkpoint."""
-    path = str(checkpoint)
+def to_translate(checkpoints: object, *words: str) -> str:
+    """The line that says how to use a checkpoint, or a list of them."""
+    paths = [
+        str(path) for path in (checkpoints if isinstance(checkpoints, list) else [checkpoints])
+    ]
     # Argparse would read -x/best.pt as an option.
-    path = f"./{path}" if path.startswith("-") else path
-    return f"to translate: deepfast mt translate {shlex.join([path, *words])} < FILE"
+    paths = [f"./{path}" if path.startswith("-") else path for path in paths]
+    return f"to translate: deepfast mt translate {shlex.join([*paths, *words])} < FILE"
 
 
-def translator_of(args: argparse.Namespace) -> Translator:
-    """The checkpoints of the arguments, on their device; sets the CPU threads."""
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those arguments of a search that were given."""
+    values = {name: getattr(args, name, None) for name in names}
+    # Not by equality: 0 is a value.
+    return {k: v for k, v in values.items() if v is not None and v is not False}
+
+
+def words(values: dict[str, Any]) -> list[str]:
+    """Arguments as words of a command line."""
+    found = []
+    for name, value in values.items():
+        found.append(f"--{name.replace('_', '-')}")
+        found += [] if value is True else [f"{value}"]
+    return found
+
+
+def say(args: argparse.Namespace, text: object) -> None:
+    """Writes a line to stderr."""
+    print(f"deepfast {args.command}: {text}", file=sys.stderr)
+
+
+def translator_of(args: argparse.Namespace) -> tuple[Translator, DecodingOptions]:
+    """The checkpoints of the arguments, on their device, and how to decode; sets the CPU threads.
+
+    Says on stderr how the text is decoded, and where checkpoints differ in that.
+    """
     if args.threads is not None:
         checks.whole("decoding", most=checks.MOST_THREADS, threads=args.threads)
         torch.set_num_threads(args.threads)
-    paths = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
-    return load_translator(paths, args.device)
+    translator = load_translator(args.checkpoint, device_of(args.device))
+    options = replace(translator.decoding, **given(args, OPTIONS))
+    say(args, f"decoding: {options}")
+    for path, other in translator.decodings.items():
+        if other != translator.decoding:
+            say(args, f"{path} has {other}, but the first checkpoint's decoding counts")
+    return translator, options
+
+
+@contextlib.contextmanager
+def warnings_said(args: argparse.Namespace) -> Iterator[None]:
+    """Writes the warnings of a block to stderr, each as a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        say(args, warning.message)
+
+
+@contextlib.contextmanager
+def searching(args: argparse.Namespace, translator: Translator) -> Iterator[None]:
+    """The precision of the arguments; warnings go to stderr."""
+    device = next(translator.model.parameters()).device.type
+    narrow = args.precision == "bfloat16"
+    with warnings_said(args), torch.autocast(device, torch.bfloat16, enabled=narrow):
+        yield
 
 
 def translate(
-    args: argparse.Namespace, translator: Translator, lines: Sequence[str]
-) -> Translations:
-    """The translations of every line; reports the run on stderr."""
-    options = decoding_options(args)
-    results = run_search(args, translator, lines, translate_all, options)
-    if options.deep_shallow and options.alpha is None and options.gamma is None:
-        print(
-            f"deepfast {args.command}: alpha {ALPHA} and gamma {GAMMA} are defaults and can be "
-            "worse than the model alone: deepfast mt tune finds good ones on a dev text",
-            file=sys.stderr,
-        )
-    return results
-
-
-def run_search(
     args: argparse.Namespace,
     translator: Translator,
     lines: Sequence[str],
-    find: Callable[..., Results],
     options: DecodingOptions,
-) -> Results:
-    """``find(model, vocabulary, lines, options)`` of a translator.
-
-    Warnings and the speed go to stderr.
-    """
+) -> list[list[Translation]]:
+    """The translations of every line; warnings and the speed go to stderr."""
     lines = translator.prepare(lines, args.language)
     started = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught, translator.precision(args.precision):
-        warnings.simplefilter("always")
-        results = find(translator.model, translator.vocabulary, lines, options)
-    seconds = time.perf_counter() - started
-    for warning in caught:
-        print(f"deepfast {args.command}: {warning.message}", file=sys.stderr)
-    said = f"{len(lines)} lines in {seconds:.1f} s, {len(lines) / max(seconds, 1e-9):.1f} lines/s"
-    if isinstance(results, Translations):
-        said += f", {results.target_tokens / max(seconds, 1e-9):.1f} target tokens/s"
-    print(f"deepfast {args.command}: {said}", file=sys.stderr)
-    return results
+    with searching(args, translator):
+        found = translate_nbest(translator.model, translator.vocabulary, lines, options)
+    seconds = max(time.perf_counter() - started, 1e-9)
+    tokens = sum(len(best[0].tokens) + 1 for best in found if best[0].tokens)
+    say(
+        args,
+        f"{len(lines)} lines in {seconds:.1f} s, {len(lines) / seconds:.1f} lines/s, "
+        f"{tokens / seconds:.1f} target tokens/s",
+    )
+    if options.deep_shallow and args.alpha is None and args.gamma is None:
+        say(
+            args,
+            f"alpha {ALPHA} and gamma {GAMMA} are defaults and can be worse than the model alone: "
+            "deepfast mt score --tune finds good ones on a dev text",
+        )
+    return found

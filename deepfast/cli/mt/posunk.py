@@ -12,33 +12,27 @@ special words. Then translate with --dictionary.
 Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015."""
 
 import argparse
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from deepfast.cli.outputs import replaces
+from deepfast.cli.outputs import check_other
 
 EXAMPLE = "deepfast mt posunk train.en train.fr dev.en dev.fr --words 80000 --output marked"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="+", metavar="SOURCE TARGET", help="texts, plain or gzip; pairs of files"
-    )
-    parser.add_argument(
-        "--words", type=int, required=True, help="how many target words the model is to know"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="a folder; made if needed")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="SOURCE TARGET", help="texts, plain or gzip; pairs of files")
+    add("--words", type=int, required=True, help="how many target words the model is to know")
+    add("--output", type=Path, required=True, help="a folder; made if needed")
 
 
 def run(args: argparse.Namespace) -> int:
     from deepfast import checks
     from deepfast.files import make_folder
     from deepfast.mt.data.align import Aligner
-    from deepfast.mt.data.posunk import (
-        annotated,
-        most_frequent,
-        word_translations,
-        write_translations,
-    )
+    from deepfast.mt.data.posunk import WordTranslations, annotated, write_translations
     from deepfast.mt.data.text import write_lines
 
     checks.whole("posunk", words=args.words)
@@ -49,57 +43,49 @@ def run(args: argparse.Namespace) -> int:
             "expected pairs of SOURCE and TARGET whose targets have different names, got "
             + " ".join(args.files)
         )
-    _check_output(args)
-    texts = [_pairs(*files) for files in zip(sources, targets, strict=True)]
-    if not any(source and target for source, target in texts[0]):
+    for name in ("dictionary", *names):
+        check_other(args.output / name, args.files)
+    files = [*zip(sources, targets, strict=True)]
+    for pair in files[1:]:
+        # A mistake in the last text must not show after hours of the first.
+        for _ in _pairs(*pair):
+            pass
+    if not any(source and target for source, target in _pairs(*files[0])):
         raise ValueError(
             f"expected a line with words on both sides in {sources[0]} and {targets[0]}, got none"
         )
     make_folder(args.output)
-    aligner = Aligner(texts[0])
-    known = most_frequent([target for _, target in texts[0]], args.words)
-    for name, pairs in zip(names, texts, strict=True):
-        links = aligner.links(pairs)
-        if pairs is texts[0]:
-            write_translations(args.output / "dictionary", word_translations(pairs, links))
-        lines = [
-            annotated(target, own, known) for (_, target), own in zip(pairs, links, strict=True)
-        ]
-        write_lines(args.output / name, map(" ".join, lines))
-        words = sum(len(target) for _, target in pairs)
-        unknown = sum(word not in known for _, target in pairs for word in target)
-        print(f"{args.output / name}: {words:,} words, {unknown:,} unknown")
+    aligner = Aligner(_pairs(*files[0]), say=lambda line: print(line, file=sys.stderr, flush=True))
+    known, found = aligner.most_frequent(args.words), WordTranslations()
+
+    def marked(pair: tuple[str, str], totals: list[int]) -> Iterator[str]:
+        """The lines of a target with marks; adds its words and the unknown ones to totals."""
+        text, again = _pairs(*pair), _pairs(*pair)
+        for (source, target), links in zip(text, aligner.links(again), strict=True):
+            if pair is files[0]:
+                found.add(source, target, links)
+            totals[0] += len(target)
+            totals[1] += sum(word not in known for word in target)
+            yield " ".join(annotated(target, links, known))
+
+    for name, pair in zip(names, files, strict=True):
+        totals = [0, 0]
+        write_lines(args.output / name, marked(pair, totals))
+        print(f"{args.output / name}: {totals[0]:,} words, {totals[1]:,} unknown")
+    write_translations(args.output / "dictionary", found.best())
     print(args.output / "dictionary")
     return 0
 
 
-def _check_output(args: argparse.Namespace) -> None:
-    """Refuses a folder in which a file to write is one of the files to read."""
-    written = [args.output / "dictionary", *(args.output / Path(f).name for f in args.files[1::2])]
-    for old in args.files:
-        for new in written:
-            if replaces(new, old):
-                raise ValueError(
-                    f"--output: expected a folder where {old} is not replaced, got {args.output}"
-                )
-
-
-def _pairs(source: str, target: str) -> list[tuple[list[str], list[str]]]:
-    """The words of both sides of every line."""
-    from deepfast.mt.data.text import read_aligned
-
-    sides = zip((source, target), read_aligned(source, target), strict=True)
-    return list(zip(*(_words(*side) for side in sides), strict=True))
-
-
-def _words(path: str, text: list[str]) -> list[list[str]]:
-    """The words of every line of a text, which must not hold marks: they would be taken for words,
-    and become translations in the dictionary."""
+def _pairs(source: str, target: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The words of both sides of every line. A text must not hold marks: they would be taken for
+    words, and become translations in the dictionary."""
     from deepfast.mt.data.posunk import MARK
+    from deepfast.mt.data.text import aligned
 
-    lines = [line.split() for line in text]
-    for number, words in enumerate(lines, 1):
-        for word in words:
-            if word.startswith("<") and MARK.fullmatch(word):
-                raise ValueError(f"{path}:{number}: expected a text without marks, got {word}")
-    return lines
+    for number, *lines in aligned(source, target):
+        left, right = (line.split() for line in lines)
+        for path, words in ((source, left), (target, right)):
+            if marks := [word for word in words if word.startswith("<") and MARK.fullmatch(word)]:
+                raise ValueError(f"{path}:{number}: expected a text without marks, got {marks[0]}")
+        yield left, right

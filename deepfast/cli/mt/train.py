@@ -1,8 +1,8 @@
 """Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
 
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
-resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FILE
-continues from a file. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
+resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FOLDER
+continues from that step. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
 with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
 torchrun --standalone --nproc-per-node 8 -m deepfast mt train RECIPE."""
 
@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with importing():
         from deepfast.mt import training
+        from deepfast.mt.training.environment import give_back_large_blocks
 
     if args.list:
         names = training.recipe_names()
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
             f"output: expected a folder where {args.recipe} is not replaced, got {recipe.output}; "
             "resume=true continues its run"
         )
+    if recipe.saves_memory:
+        give_back_large_blocks()
     try:
         return _train(recipe, first=rank == "0")
     finally:
@@ -70,18 +72,14 @@ def importing() -> Iterator[None]:
         print("deepfast mt train: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
 
-    # Ctrl-C may be ignored or handled, and only the main thread has handlers.
-    ours = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        and threading.current_thread() is threading.main_thread()
-    )
-    if ours:
+    before = signal.getsignal(signal.SIGINT)
+    # A job in the background of a shell ignores Ctrl-C.
+    if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def _train(recipe, first: bool) -> int:

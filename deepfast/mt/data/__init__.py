@@ -1,8 +1,8 @@
 """From text to batches: parallel files, vocabularies, batches of a token budget, phrase corpora.
 
-    text = read_parallel("train.en", "train.de")
-    vocabulary = Vocabulary.train([*text.sources, *text.targets], 8000)
-    batches = TokenBatches(vocabulary.encode_pairs(text), max_tokens=4096, place=text.place)
+    text = ParallelText("train.en", "train.de")
+    vocabulary = Vocabulary.train((side for _, *pair in text for side in pair), 8000)
+    batches = TokenBatches(prepare(text, vocabulary, Path("cache")), max_tokens=4096)
 
 This package imports neither models nor training. sentencepiece, num2words and Babel are imported
 when they are needed.
@@ -17,19 +17,9 @@ from deepfast.mt.data.batches import (
     restore_order,
     take,
 )
-from deepfast.mt.data.phrases import Corpus, phrases, write
-from deepfast.mt.data.text import (
-    Dropped,
-    ParallelText,
-    read_lines,
-    read_parallel,
-)
-from deepfast.mt.data.tokens import (
-    TokenVocabulary,
-    read_dictionary,
-    read_vocabulary,
-    subwords,
-)
+from deepfast.mt.data.pairs import Pairs, prepare
+from deepfast.mt.data.phrases import phrases, write
+from deepfast.mt.data.text import Dropped, ParallelText, read_lines, read_parallel
 from deepfast.mt.data.vocabulary import (
     SeparateVocabularies,
     Vocabulary,
@@ -40,26 +30,23 @@ from deepfast.mt.data.vocabulary import (
 
 __all__ = [
     "Batch",
-    "Corpus",
     "DataError",
     "Dropped",
     "MissingPackage",
+    "Pairs",
     "ParallelText",
     "SeparateVocabularies",
     "TokenBatches",
-    "TokenVocabulary",
     "Vocabulary",
     "evaluation_batches",
     "lower",
     "make_batch",
     "phrases",
-    "read_dictionary",
+    "prepare",
     "read_lines",
     "read_parallel",
-    "read_vocabulary",
     "restore_order",
     "split_tag",
-    "subwords",
     "tag_of",
     "take",
     "write",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 
 from deepfast.files import DataError
@@ -23,11 +23,6 @@ FAR = 7
 """The largest distance that `<unk:d>` has, as in the paper."""
 NULL = "<unk:null>"
 MARK = re.compile(r"<unk:([+-]\d+|null)>")
-
-
-def most_frequent(sentences: Sequence[Words], count: int) -> set[str]:
-    """The ``count`` most frequent words; of equally frequent ones those that come first."""
-    return {word for word, _ in Counter(w for s in sentences for w in s).most_common(count)}
 
 
 def annotated(target: Words, links: Links, known: set[str]) -> list[str]:
@@ -44,14 +39,20 @@ def mark(distance: int | None) -> str:
     return NULL if distance is None or abs(distance) > FAR else f"<unk:{distance:+d}>"
 
 
-def word_translations(pairs: Sequence[tuple[Words, Words]], links: Sequence[Links]) -> dict:
-    """Source word -> the target word that it is most often linked with; of equally frequent ones
-    the one that comes first."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for (source, target), own in zip(pairs, links, strict=True):
-        for i, j in own:
-            counts[source[i]][target[j]] += 1
-    return {word: count.most_common(1)[0][0] for word, count in counts.items()}
+class WordTranslations:
+    """Counts how often words are linked, and gives each source word its likeliest translation."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, source: Words, target: Words, links: Links) -> None:
+        for i, j in links:
+            self._counts[source[i]][target[j]] += 1
+
+    def best(self) -> dict[str, str]:
+        """Source word -> the target word that it is most often linked with; of equally frequent
+        ones the one that comes first."""
+        return {word: count.most_common(1)[0][0] for word, count in self._counts.items()}
 
 
 def without_marks(source: Words, translation: str, translations: Mapping[str, str]) -> str:

@@ -1,18 +1,22 @@
-"""Parallel text from two files: line i of one is the translation of line i of the other."""
+"""Parallel text in two files: line i of one is the translation of line i of the other."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
 import io
+import itertools
 import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from deepfast.files import DataError, write_atomically
+from deepfast.files import DataError, written
 
 # No UTF-8 text starts with these two bytes: the second cannot follow the first.
 GZIP_MAGIC = b"\x1f\x8b"
@@ -32,72 +36,119 @@ UNSEEN = (
 class Dropped:
     """How many sentence pairs were dropped, by reason, and where each reason first occurred."""
 
-    empty: int = 0
-    """Pairs with no text on at least one side."""
-    too_long: int = 0
-    """Pairs with a side that is longer than the limit."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of pairs: "empty" (no text on at least one side) or "too long"."""
     first: dict[str, str] = field(default_factory=dict)
     """Reason -> place of its first occurrence, such as `train.en:17`."""
 
-    def add(self, reason: str, place: str) -> None:
-        """Count one pair; `reason` is `empty` or `too_long`."""
-        setattr(self, reason, getattr(self, reason) + 1)
+    def add(self, reason: str, place: str, count: int = 1) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + count
         self.first.setdefault(reason, place)
 
     @property
     def total(self) -> int:
-        return self.empty + self.too_long
+        return sum(self.counts.values())
 
-    def __add__(self, other: Dropped) -> Dropped:
-        """The sum of two passes over the same pairs; `self` is the first pass."""
-        counts = self.empty + other.empty, self.too_long + other.too_long
-        return Dropped(*counts, other.first | self.first)
+    def __or__(self, other: Dropped) -> Dropped:
+        """What two passes over the same pairs dropped, for different reasons."""
+        return Dropped(self.counts | other.counts, self.first | other.first)
 
     def __str__(self) -> str:
-        counts = (("empty", self.empty), ("too long", self.too_long))
         parts = [
-            f"{count} {name} (first at {self.first[name.replace(' ', '_')]})"
-            for name, count in counts
-            if count
+            f"{n:,} {reason} (first at {self.first[reason]})" for reason, n in self.counts.items()
         ]
         noun = "pair" if self.total == 1 else "pairs"
-        return f"{self.total} {noun} dropped" + (": " + ", ".join(parts) if parts else "")
+        return f"{self.total:,} {noun} dropped" + (": " + ", ".join(parts) if parts else "")
 
 
-@dataclass(frozen=True)
-class ParallelText(Sequence[tuple[str, str]]):
-    """The non-empty pairs of two files, in file order."""
+class ParallelText:
+    """The pairs of two files with text on both sides, in file order. Each loop reads the files.
 
-    source_path: Path
-    target_path: Path
-    pairs: list[tuple[str, str]]
-    """(source, target), white space at the ends removed."""
-    line_numbers: list[int]
-    """The line of each pair, counted from 1; dropped pairs make it differ from the index."""
-    lines: int
-    """Lines in each file."""
-    dropped: Dropped
+    A side is empty if all its characters are white space or show nothing, such as U+200B.
 
-    def __len__(self) -> int:
-        return len(self.pairs)
+    Args:
+        source, target: UTF-8 text files, plain or gzip.
+        tags: language tags. One of them in front of a source is not text.
 
-    def __getitem__(self, index):
-        return self.pairs[index]
+    Attributes:
+        dropped: what the last loop dropped.
+    """
 
-    @property
-    def sources(self) -> list[str]:
-        return [source for source, _ in self.pairs]
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        tags: Sequence[str] = (),
+    ):
+        self.source, self.target, self.tags = Path(source), Path(target), tuple(tags)
+        self.dropped = Dropped()
 
-    @property
-    def targets(self) -> list[str]:
-        return [target for _, target in self.pairs]
+    def __iter__(self) -> Iterator[tuple[int, str, str]]:
+        """(number of the line, source, target), white space at the ends removed.
 
-    def place(self, index: int) -> str:
-        """`file:line` of the source of pair `index`, for messages."""
-        return f"{self.source_path}:{self.line_numbers[index]}"
+        Raises:
+            DataError: a file cannot be read, the line counts differ, or no pair has text.
+        """
+        self.dropped = dropped = Dropped()
+        tag = "|".join(map(re.escape, self.tags))
+        no_source, no_target = re.compile(f"({tag})?[{UNSEEN}]*"), re.compile(f"[{UNSEEN}]*")
+        number = 0
+        for number, left, right in aligned(self.source, self.target):
+            left, right = left.strip(), right.strip()
+            if no_source.fullmatch(left):
+                dropped.add("empty", f"{self.source}:{number}")
+            elif no_target.fullmatch(right):
+                dropped.add("empty", f"{self.target}:{number}")
+            else:
+                yield number, left, right
+        if dropped.total == number:
+            raise DataError(
+                f"expected at least one sentence pair in {self.source} and {self.target}, got "
+                f"{number} lines, of which none has text on both sides"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for files with equal content."""
+        return " ".join(_digest(path) for path in (self.source, self.target))
 
 
-def read_lines(path: str | os.PathLike[str]) -> list[str]:
+def _digest(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        # A pipe cannot be read twice.
+        raise DataError(f"{path}: expected a file to train on, got something else")
+    with _opened(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_parallel(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], tags: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """The (source, target) pairs of a `ParallelText`, in memory."""
+    return [(left, right) for _, left, right in ParallelText(source, target, tags)]
+
+
+def aligned(
+    source: str | os.PathLike[str], target: str | os.PathLike[str]
+) -> Iterator[tuple[int, str, str]]:
+    """(number, line, line) of two files, of which each line belongs to the other's.
+
+    Raises:
+        DataError: a file cannot be read, or the line counts differ.
+    """
+    sides = lines(source), lines(target)
+    for number, (left, right) in enumerate(itertools.zip_longest(*sides), 1):
+        if left is None or right is None:
+            more = number + sum(1 for side in sides for _ in side)
+            counts = (number - 1, more) if left is None else (more, number - 1)
+            raise DataError(
+                f"expected as many lines in {source} as in {target}, got {counts[0]} and "
+                f"{counts[1]}"
+            )
+        yield number, left, right
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """The lines of a UTF-8 text file, plain or gzip, without their ends.
 
     Gzip is recognised by content, not by name. Only LF and CRLF end a line: a form feed or U+2028
@@ -106,16 +157,26 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         DataError: the file is missing, unreadable, damaged gzip, or not UTF-8 (names the line).
     """
-    path = Path(path)
+    with _opened(path) as stream:
+        yield from _lines(stream, os.fspath(path))
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
     try:
         with open(path, "rb") as stream:
-            return _lines(stream, str(path))
+            yield stream
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise DataError(f"{path}: expected a text file, got a folder") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """All `lines` of a file."""
+    return list(lines(path))
 
 
 def read_standard_input() -> list[str]:
@@ -128,19 +189,19 @@ def read_standard_input() -> list[str]:
         raise DataError("standard input: expected text, got a closed stream")
     # Read everything first: on a slow pipe `peek` may see only the first byte of the gzip mark.
     content = io.BytesIO(sys.stdin.buffer.read())
-    return _lines(io.BufferedReader(content), "standard input")
+    return list(_lines(io.BufferedReader(content), "standard input"))
 
 
-def _lines(stream: io.BufferedReader, name: str) -> list[str]:
+def _lines(stream: io.BufferedReader, name: str) -> Iterator[str]:
     """The decoded lines of a stream; ``name`` is what errors call it."""
     # Without a seek: a pipe (`<(zcat ...)`) cannot be rewound.
     zipped = stream.peek(2)[:2] == GZIP_MAGIC
-    lines = []
+    number = 0
     try:
         for number, line in enumerate(gzip.GzipFile(fileobj=stream) if zipped else stream, 1):
             if number == 1:
                 line = line.removeprefix(UTF8_MARK)
-            lines.append(line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8"))
+            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise DataError(
@@ -149,73 +210,19 @@ def _lines(stream: io.BufferedReader, name: str) -> list[str]:
         ) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{name}: the gzip data is damaged or cut short ({error})") from error
-    return lines
-
-
-def read_aligned(
-    source: str | os.PathLike[str], target: str | os.PathLike[str]
-) -> tuple[list[str], list[str]]:
-    """The lines of two files, of which each line belongs to the other's.
-
-    Raises:
-        DataError: a file cannot be read, or the line counts differ.
-    """
-    lines = read_lines(source), read_lines(target)
-    if len(lines[0]) != len(lines[1]):
-        raise DataError(
-            f"expected as many lines in {source} as in {target}, got {len(lines[0])} and "
-            f"{len(lines[1])}"
-        )
-    return lines
-
-
-def read_parallel(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, tags: Sequence[str] = ()
-) -> ParallelText:
-    """Read two aligned files; pairs with an empty side are dropped, counted and reported.
-
-    A side is empty if all its characters are white space or show nothing, such as U+200B.
-
-    Args:
-        tags: language tags. One of them in front of a source is not text.
-
-    Returns:
-        A sequence of (source, target) strings. It also holds the files, the line of each pair and
-        what was dropped.
-
-    Raises:
-        DataError: a file cannot be read, the line counts differ, or no pair is left.
-    """
-    source, target = Path(source), Path(target)
-    source_lines, target_lines = read_aligned(source, target)
-    pairs, numbers, dropped = [], [], Dropped()
-    tag = "|".join(map(re.escape, tags))
-    no_source, no_target = re.compile(f"({tag})?[{UNSEEN}]*"), re.compile(f"[{UNSEEN}]*")
-    for number, (left, right) in enumerate(zip(source_lines, target_lines, strict=True), 1):
-        left, right = left.strip(), right.strip()
-        if no_source.fullmatch(left):
-            dropped.add("empty", f"{source}:{number}")
-        elif no_target.fullmatch(right):
-            dropped.add("empty", f"{target}:{number}")
-        else:
-            pairs.append((left, right))
-            numbers.append(number)
-    if not pairs:
-        raise DataError(
-            f"expected at least one sentence pair in {source} and {target}, got "
-            f"{len(source_lines)} lines, of which none has text on both sides"
-        )
-    return ParallelText(source, target, pairs, numbers, len(source_lines), dropped)
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write a UTF-8 text file atomically, one line each; gzip where the name ends in .gz.
+    """Writes a UTF-8 text file atomically, one line each; gzip where the name ends in .gz.
 
     Raises:
-        DataError: see `write_atomically`.
+        DataError: see `deepfast.files.written`.
     """
-    content = "".join(f"{line}\n" for line in lines).encode("utf-8")
-    if os.fspath(path).endswith(".gz"):
-        # Without a time stamp the same text gives the same file.
-        content = gzip.compress(content, mtime=0)
-    write_atomically(path, content)
+    encoded = (f"{line}\n".encode() for line in lines)
+    with written(path) as stream:
+        if os.fspath(path).endswith(".gz"):
+            # Without a time stamp and a name the same text gives the same file.
+            with gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as zipped:
+                zipped.writelines(encoded)
+        else:
+            stream.writelines(encoded)

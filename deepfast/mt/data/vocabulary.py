@@ -6,7 +6,6 @@ https://aclanthology.org/D18-2012.
 
 from __future__ import annotations
 
-import abc
 import base64
 import contextlib
 import hashlib
@@ -14,13 +13,12 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from deepfast.files import DataError, require, write_atomically
-from deepfast.mt.data.sentencepiece_model import check_complete, has_whole_words, user_defined
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 # Sentencepiece's sign for the space before a word.
@@ -28,89 +26,7 @@ SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
 
 
-class AnyVocabulary(abc.ABC):
-    """What every vocabulary has. Two of them are equal where their bytes are."""
-
-    pad_id: int
-    unk_id: int
-    bos_id: int
-    eos_id: int
-    encode: Callable[[str], list[int]]
-    """The ids of a source sentence, without bos and eos."""
-    decode: Callable[..., str]
-    """The text of target ids."""
-    to_bytes: Callable[[], bytes]
-    """The whole vocabulary, to be kept inside a checkpoint."""
-    from_bytes: Callable[[bytes], AnyVocabulary]
-    """The inverse of `to_bytes`. Raises a DataError for other content, an incomplete sentencepiece
-    model, or other special ids."""
-
-    @property
-    def tags(self) -> dict[str, int]:
-        """Language tags and their ids."""
-        return {}
-
-    @property
-    @abc.abstractmethod
-    def target_size(self) -> int:
-        """Number of ids on the target's side."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    def search_ids(self) -> dict[str, int]:
-        """The special ids that a search needs, by the names of its arguments."""
-        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "unk_id": self.unk_id}
-
-    def fingerprint(self) -> str:
-        """A short digest: equal for equal vocabularies."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AnyVocabulary) and self.to_bytes() == other.to_bytes()
-
-    def __hash__(self) -> int:
-        return hash(self.to_bytes())
-
-    def __reduce__(self):
-        return type(self).from_bytes, (self.to_bytes(),)
-
-    def __repr__(self) -> str:
-        sizes = f"{len(self)} and {self.target_size} ids"
-        return f"{type(self).__name__}({sizes}, {self.fingerprint()})"
-
-
-@contextlib.contextmanager
-def expected(what: str) -> Iterator[None]:
-    """Turns an error about the content of a vocabulary into one sentence."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"vocabulary: expected {what}, got other data ({error})") from error
-
-
-def read_sides(content: bytes, kind: str) -> tuple[Any, Any]:
-    """What a vocabulary of that kind keeps for the source and for the target, as JSON."""
-    held = json.loads(content.decode("utf-8"))
-    if held["kind"] != kind:
-        raise ValueError(f"kind {held['kind']!r}")
-    return held["source"], held["target"]
-
-
-def plain_ids(ids: Sequence[int], size: int) -> list[int]:
-    """Ids to decode as a list; sentencepiece does not take tensors, nor a tensor's elements.
-
-    Raises:
-        DataError: an id outside the vocabulary.
-    """
-    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    for token in ids:
-        if not 0 <= token < size:
-            raise DataError(f"decode: ids must be from 0 to {size - 1}, got {token}")
-    return ids
-
-
-class Vocabulary(AnyVocabulary):
+class Vocabulary:
     """Joint BPE with fixed ids: pad 0, unk 1, bos 2, eos 3. Or the most frequent words as a whole.
 
     Before it is split, text is normalised by NFKC and runs of white space become one space. Up to
@@ -121,13 +37,15 @@ class Vocabulary(AnyVocabulary):
     with this tag.
 
     With whole words, which spaces separate, every other word is one unk.
+
+    Two vocabularies are equal where their bytes are.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
 
     def __init__(self, model: bytes, *, name: str = "vocabulary") -> None:
         """Use `from_bytes`, `load` or `train`. `name` is what errors call this vocabulary."""
-        check_complete(model, name)
+        self._description = _described(model, name)
         sentencepiece = require("sentencepiece", "a vocabulary")
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -201,9 +119,24 @@ class Vocabulary(AnyVocabulary):
             vocabulary.save(path)
         return vocabulary
 
-    @classmethod
-    def from_bytes(cls, model: bytes) -> Self:
-        return cls(bytes(model))
+    @staticmethod
+    def from_bytes(content: bytes) -> Vocabulary:
+        """The inverse of `to_bytes`, of one vocabulary or of two.
+
+        Raises:
+            DataError: other content, an incomplete sentencepiece model, or other special ids.
+        """
+        # A sentencepiece model begins with the tag of a field, which is another byte.
+        if content[:1] != b"{":
+            return Vocabulary(bytes(content))
+        try:
+            held = json.loads(content.decode("utf-8"))
+            sides = [base64.b64decode(held[side]) for side in ("source", "target")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"vocabulary: expected two of them, got other data ({error})"
+            ) from error
+        return SeparateVocabularies(*map(Vocabulary, sides))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -226,7 +159,25 @@ class Vocabulary(AnyVocabulary):
         write_atomically(path, self._model)
 
     def to_bytes(self) -> bytes:
+        """The whole vocabulary, to be kept inside a checkpoint."""
         return self._model
+
+    def fingerprint(self) -> str:
+        """A short digest: equal for equal vocabularies."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def __reduce__(self):
+        return Vocabulary.from_bytes, (self.to_bytes(),)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self)} and {self.target_size} ids"
+        return f"{type(self).__name__}({sizes}, {self.fingerprint()})"
 
     def __len__(self) -> int:
         return len(self._processor)
@@ -238,15 +189,19 @@ class Vocabulary(AnyVocabulary):
 
     @property
     def target_size(self) -> int:
+        """Number of ids on the target's side."""
         return len(self.target)
 
     @cached_property
     def tags(self) -> dict[str, int]:
-        return user_defined(self._model)
+        """Language tags and their ids."""
+        pieces = enumerate(self._description.pieces)
+        return {p.piece: index for index, p in pieces if p.type == p.USER_DEFINED}
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front has the first id."""
-        tag, rest = self._known_tag(sentence)
+        # Sentencepiece takes some characters that separate words, such as VT, for nothing.
+        tag, rest = self._known_tag(" ".join(sentence.split()))
         ids = (
             self._processor.PieceToId(self._words(rest))
             if self.whole_words
@@ -266,7 +221,11 @@ class Vocabulary(AnyVocabulary):
         Raises:
             DataError: an id outside the vocabulary, or ``unknown`` for another number of unks.
         """
-        ids = [i for i in plain_ids(ids, len(self)) if i not in (PAD, BOS, EOS)]
+        # Sentencepiece does not take tensors, nor a tensor's elements.
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if wrong := [i for i in ids if not 0 <= i < len(self)]:
+            raise DataError(f"decode: ids must be from 0 to {len(self) - 1}, got {wrong[0]}")
+        ids = [i for i in ids if i not in (PAD, BOS, EOS)]
         if unknown is None:
             text = self._processor.DecodeIds(ids)
         else:
@@ -306,7 +265,8 @@ class Vocabulary(AnyVocabulary):
     @cached_property
     def whole_words(self) -> bool:
         """Whether the pieces are whole words."""
-        return has_whole_words(self._model)
+        spec = self._description.trainer_spec
+        return spec.model_type == spec.WORD
 
     def _known_tag(self, sentence: str) -> tuple[list[str], str]:
         """The sentence's language tag, in a list that is empty where it has none, and the rest."""
@@ -323,8 +283,6 @@ class SeparateVocabularies(Vocabulary):
         target: the target's `Vocabulary`.
     """
 
-    KIND = "deepfast-separate"
-
     def __init__(self, source: Vocabulary, target: Vocabulary) -> None:
         super().__init__(source.to_bytes())
         self._target = target
@@ -333,16 +291,10 @@ class SeparateVocabularies(Vocabulary):
     def target(self) -> Vocabulary:
         return self._target
 
-    @classmethod
-    def from_bytes(cls, model: bytes) -> Self:
-        with expected("two vocabularies"):
-            sides = [base64.b64decode(side) for side in read_sides(model, cls.KIND)]
-        return cls(*(Vocabulary(side) for side in sides))
-
     def to_bytes(self) -> bytes:
         sides = {"source": self._model, "target": self._target.to_bytes()}
         encoded = {side: base64.b64encode(model).decode() for side, model in sides.items()}
-        return json.dumps({"kind": self.KIND} | encoded).encode()
+        return json.dumps(encoded).encode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes two files: for ``vocabulary.model`` source.model and target.model beside it."""
@@ -352,6 +304,27 @@ class SeparateVocabularies(Vocabulary):
 
     def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
         return self._target.decode(ids, unknown=unknown)
+
+
+def _described(model: bytes, name: str) -> Any:
+    """The message that a model is, which has more than sentencepiece's processor shows.
+
+    A model that is cut between two fields still parses. It would give a vocabulary without some
+    pieces or without the normalisation.
+    """
+    message = require("sentencepiece.sentencepiece_model_pb2", "a vocabulary").ModelProto()
+    with contextlib.suppress(require("google.protobuf.message", "a vocabulary").DecodeError):
+        message.ParseFromString(model)
+        if (
+            message.pieces
+            and message.HasField("trainer_spec")
+            and message.HasField("normalizer_spec")
+        ):
+            return message
+    raise DataError(
+        f"{name}: expected a whole sentencepiece model, got {len(model)} bytes of another file "
+        "or of a part of one"
+    )
 
 
 def tag_of(language: str) -> str:

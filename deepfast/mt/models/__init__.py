@@ -6,8 +6,8 @@
 
 Begin with `transformer`: the encoder-decoder model, read from top to bottom. `transformer_config`
 holds its sizes and choices, `interface` what training and search ask of any model. `depth_growing`
-and `fast_forward_lstm` are the other kinds. `checkpoint` reads a saved model, `fairseq` converts
-one of fairseq's, `prune` removes the layers that latent depth does not use.
+and `fast_forward_lstm` are the other kinds. `checkpoint` reads a saved model, `prune` removes the
+layers that latent depth does not use.
 """
 
 from typing import Any

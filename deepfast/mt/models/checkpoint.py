@@ -1,119 +1,143 @@
-"""A model from a checkpoint: a file or, from a run of several ranks, a folder.
+"""A checkpoint to translate with: one file, which `torch.save` writes and a rename replaces.
 
-A checkpoint is a dict, written by `torch.save`, that loads with ``weights_only=True``. A model
-needs these keys:
+It is read with ``weights_only=True``, so reading it runs no code. Its keys:
 
     format       "deepfast-checkpoint"
-    version      2
-    kind         one of `deepfast.mt.models.KINDS`; "transformer" where it is absent
+    version      3
+    step         optimizer steps done
+    kind         one of `deepfast.mt.models.KINDS`
     config       the fields of that kind's config
     model        the model's state dict
-    vocabulary   the sentencepiece model, or a dictionary of tokens, as bytes or as a uint8 tensor
+    vocabulary   the bytes of the vocabulary, for `Vocabulary.from_bytes`
+    recipe       the recipe, as in its file
 
-Training adds further keys, which are not read here.
+A step that a run resumes from is a folder, see `deepfast.mt.models.checkpoint_folder`. The readers
+here read its model too.
 """
 
+from __future__ import annotations
+
 import os
-import pickle
 import zipfile
-import zlib
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast.mt.models import KINDS
+from deepfast.files import replaced
+from deepfast.mt.models import KINDS, kind_of
 from deepfast.mt.models.interface import TranslationModel
-from deepfast.mt.models.transformer_config import without_unread
 
 FORMAT = "deepfast-checkpoint"
-VERSION = 2
-BROKEN = (zipfile.BadZipFile, zlib.error, ValueError)
-"""What reading a broken archive raises."""
-MODEL_KEYS = {"config": dict, "model": dict, "vocabulary": bytes}
-"""Keys that a model needs -> types of their values."""
+VERSION = 3
+PLAIN_KEYS = {"step": int, "kind": str, "config": dict, "vocabulary": bytes, "recipe": dict}
+"""Keys of every checkpoint -> types of their values, without the tensors."""
+KEYS = PLAIN_KEYS | {"model": dict}
+"""Keys of a file."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, written, or resumed."""
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
-    """The dict of a checkpoint, a file or a folder, its format and version checked.
-
-    Tensors are on the CPU and mapped from the file: unused ones are never read, and those that must
-    outlive the file have to be copied. The vocabulary is bytes.
-
-    Args:
-        optimizer: False leaves the optimizer's state of a folder out.
+def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Writes a checkpoint file. Even after a crash `path` is the old file or the whole new one.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of another
-            version.
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    try:
+        write_file(Path(path), content)
+    except (OSError, RuntimeError) as error:
+        raise not_written(Path(path), error) from error
+
+
+def write_file(path: Path, content: dict[str, Any]) -> None:
+    """`save_checkpoint` that leaves the errors as they are."""
+    with replaced(path) as stream:
+        torch.save({"format": FORMAT, "version": VERSION} | content, stream)
+    sync_folder(path.parent)
+
+
+def not_written(path: Path, error: BaseException) -> CheckpointError:
+    """The error that says why a checkpoint could not be written."""
+    # After a failed write, torch's writer raises a RuntimeError when it closes.
+    cause = error if isinstance(error, OSError) else error.__context__ or error
+    reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+    kept = "; earlier ones are intact" if any(path.parent.glob("step-*")) else ""
+    return CheckpointError(f"{path}: the checkpoint cannot be written ({reason}){kept}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names of new files survive a power cut."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys of a checkpoint, a file or the folder of a step, with the model on the CPU.
+
+    Tensors of a file are mapped: copy those that must outlive it.
+
+    Raises:
+        CheckpointError: missing, cut short, damaged, of another version, or no checkpoint.
     """
     path = Path(path)
     if path.is_dir():
-        # DCP takes a second to import.
+        # torch.distributed.checkpoint takes a second to import.
         from deepfast.mt.models.checkpoint_folder import read_folder
 
-        content = read_folder(path, optimizer=optimizer)
-    else:
-        content = read_file(path)
-    vocabulary = content.get("vocabulary", b"")
-    if isinstance(vocabulary, Tensor) and vocabulary.dtype == torch.uint8:
-        # Through a list: numpy is not a dependency, and the vocabulary is far below a megabyte.
-        content["vocabulary"] = bytes(vocabulary.flatten().tolist())
-    elif not isinstance(vocabulary, bytes):
-        raise CheckpointError(
-            f"{path}: expected the checkpoint's vocabulary as bytes or as a uint8 tensor, got "
-            f"{vocabulary.dtype if isinstance(vocabulary, Tensor) else type(vocabulary).__name__}"
-        )
-    return content
+        return read_folder(path)
+    return read_file(path, KEYS)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """`read_checkpoint` for a file. Compares its check sums, which torch.load does not do.
+def read_file(path: Path, keys: Mapping[str, type]) -> dict[str, Any]:
+    """The dict of a file that `write_file` wrote. Compares its check sums, which torch.load does
+    not do.
+
+    Args:
+        keys: it must have -> types of their values.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or is of another
-            version.
+        CheckpointError: see `load_checkpoint`.
     """
     # Opening a pipe would wait for a writer.
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: expected a deepfast checkpoint, got no regular file")
     try:
-        with open(path, "rb") as stream:
-            zipped = stream.read(2) == b"PK"
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        content = None
-        if damaged is None:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(damaged)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: there is no such file") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    # A ValueError: a name in the archive that is no UTF-8, or an offset that no file has.
-    except (*BROKEN, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # torch.save writes a zip archive, so a broken archive is likely a damaged checkpoint.
-        if zipped and isinstance(error, BROKEN):
-            raise CheckpointError(f"{path}: the checkpoint is cut short or damaged") from error
+    # Damaged data can raise anything.
+    except Exception as error:
         raise CheckpointError(
-            f"{path}: expected a deepfast checkpoint, got a file of another kind"
+            f"{path}: expected a deepfast checkpoint, got a file of another kind, or one that is "
+            "cut short or damaged"
         ) from error
-    if damaged is not None:
-        raise CheckpointError(f"{path}: the checkpoint is damaged in its part {damaged}")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: expected a deepfast checkpoint, got other torch.save content"
         )
-    version = content.get("version")
-    if version != VERSION:
+    if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: expected a checkpoint of version {VERSION}, got version {version!r}"
+            f"{path}: expected a checkpoint of version {VERSION}, got version "
+            f"{content.get('version')!r}"
+        )
+    if unfit := [key for key, kind in keys.items() if not isinstance(content.get(key), kind)]:
+        raise CheckpointError(
+            f"{path}: the checkpoint lacks {', '.join(unfit)}, or has a value of another type"
         )
     return content
 
@@ -121,95 +145,95 @@ def read_file(path: Path) -> dict[str, Any]:
 def load_model(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> tuple[TranslationModel, bytes]:
-    """The model of a checkpoint, ready to translate, and its vocabulary.
+    """The model of a checkpoint, ready to translate, and the bytes of its vocabulary.
+
+    Raises:
+        CheckpointError: see `load_checkpoint` and `model_of`.
+    """
+    content = load_checkpoint(path)
+    return model_of(path, content, device), content["vocabulary"]
+
+
+def model_of(
+    path: object, content: dict[str, Any], device: torch.device | str = "cpu"
+) -> TranslationModel:
+    """The model that a checkpoint holds, in evaluation mode.
 
     Args:
-        path: the checkpoint.
+        path: its name in errors.
+        content: of `load_checkpoint`. Its tensors are copied.
         device: where to put the model.
 
     Returns:
-        The model in evaluation mode, and the bytes of its vocabulary, for
-        `deepfast.mt.data.read_vocabulary`. Its config has ``backend=None``: another machine may
-        have trained it.
+        The model. Its config has ``backend=None``: another machine may have trained it.
 
     Raises:
-        ValueError: see `read_checkpoint`; or config, weights or vocabulary are missing or do not
-            fit together.
+        CheckpointError: kind, config or weights do not fit together.
     """
-    content = read_checkpoint(path, optimizer=False)
-    check_keys(path, content, MODEL_KEYS)
-    model, weights = _described(path, content), content["model"]
-    for name, weight in weights.items():
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise CheckpointError(f"{path}: {name} must be a tensor of floating point, got {got}")
-    check_weights(path, model, shapes_of(weights))
-    copies = {name: weight.to(device, copy=True) for name, weight in weights.items()}
-    model.load_state_dict(copies, assign=True)
-    return model.eval(), content["vocabulary"]
-
-
-def check_keys(path: object, content: dict[str, Any], keys: Mapping[str, type]) -> None:
-    """Refuses a checkpoint without these keys, or with a value of another type."""
-    missing = [key for key in keys if key not in content]
-    if missing:
-        raise CheckpointError(f"{path}: the checkpoint lacks {', '.join(missing)}")
-    for key, expected in keys.items():
-        if not isinstance(content[key], expected):
+    kind = content["kind"]
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
+            f"({', '.join(KINDS)}), got {kind!r}"
+        )
+    try:
+        config = replace(KINDS[kind].Config(**content["config"]), backend=None)
+        # The weights are replaced; on the meta device they cost neither time nor memory.
+        with torch.device("meta"):
+            model = KINDS[kind](config)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint's config cannot be used ({error})"
+        ) from error
+    wanted, found = shapes_of(model.state_dict()), shapes_of(content["model"])
+    for name in (*wanted, *found):
+        if wanted.get(name) != found.get(name):
             raise CheckpointError(
-                f"{path}: expected the checkpoint's {key} as {expected.__name__}, got "
-                f"{type(content[key]).__name__}"
+                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
+                f"{wanted.get(name, 'absent')}, got {found.get(name, 'none')}"
             )
+    copies = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
+    model.load_state_dict(copies, assign=True)
+    return model.eval()
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def check_weights(
-    path: object, model: torch.nn.Module, found: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuses weights whose names or shapes are not those of the model; ``found`` has both."""
-    expected = shapes_of(model.state_dict())
-    for what, names in (
-        ("lacks weights of", [name for name in expected if name not in found]),
-        ("has weights that do not belong to", [name for name in found if name not in expected]),
-    ):
-        if names:
-            raise CheckpointError(
-                f"{path}: the checkpoint {what} the model that its config describes: {names[0]}"
-                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            )
-    for name, shape in found.items():
-        if shape != expected[name]:
-            raise CheckpointError(
-                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
-                f"{expected[name]}, got {shape}"
-            )
+def check_config(path: object, content: dict[str, Any], config: Any) -> None:
+    """Refuses a checkpoint of another kind of model or of other sizes; the error names them."""
+    kind, saved = content["kind"], content["config"]
+    if kind != kind_of(config):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint of the kind {kind_of(config)}, got {kind}"
+        )
+    # Another backend computes the same numbers.
+    differences = [
+        f"{name} {saved.get(name)!r} in the checkpoint and {value!r} in the recipe"
+        for name, value in asdict(config).items()
+        if name != "backend" and saved.get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path}: the checkpoint is of another model: {', '.join(differences)}"
+        )
 
 
-def _described(path: str | os.PathLike[str], content: dict[str, Any]) -> TranslationModel:
-    """The model that a checkpoint describes, on the meta device, for any backend."""
-    kind, values = content.get("kind", "transformer"), content["config"]
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise CheckpointError(
-            f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
-            f"({', '.join(KINDS)}), got {kind!r}"
-        )
-    make = KINDS[kind].Config
-    known = {field.name for field in fields(make)}
-    unknown = [str(name) for name in values if name not in known]
-    if unknown:
-        raise CheckpointError(
-            f"{path}: the checkpoint's config has fields that this deepfast does not know: "
-            f"{', '.join(unknown)}"
-        )
-    try:
-        config = replace(make(**without_unread(values)), backend=None)
-        # The weights are replaced; on the meta device they cost neither time nor memory.
-        with torch.device("meta"):
-            return KINDS[kind](config)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: the checkpoint's config cannot be used ({error})"
-        ) from error
+def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Tensor]:
+    """The mean of the models' parameters, summed in float64 and returned in their own dtypes.
+
+    Raises:
+        CheckpointError: there are no paths, one cannot be read, or the models differ in shape.
+    """
+    if not paths:
+        raise CheckpointError("average: expected at least one checkpoint, got none")
+    first = load_checkpoint(paths[0])["model"]
+    totals = {name: tensor.double() for name, tensor in first.items()}
+    for path in paths[1:]:
+        weights = load_checkpoint(path)["model"]
+        if shapes_of(weights) != shapes_of(first):
+            raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
+        for name, tensor in weights.items():
+            totals[name] += tensor
+    return {name: (total / len(paths)).to(first[name].dtype) for name, total in totals.items()}

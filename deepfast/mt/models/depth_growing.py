@@ -4,41 +4,40 @@ Wu et al., Depth Growing for Neural Machine Translation, ACL 2019, Eq. 1 to 3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import checks
-from deepfast.connections import CONNECTIONS
+from deepfast.mt.checked import Count, Layers, Options, checked
 from deepfast.mt.models.interface import Part
 from deepfast.mt.models.transformer import DecodeState, PackedModel, Transformer, init_fan_in
-from deepfast.mt.models.transformer_config import TransformerConfig
+from deepfast.mt.models.transformer_config import SIDES, Connection, Reads, TransformerConfig
 from deepfast.nn import LayerNorm, Packing, TransformerDecoder, TransformerEncoder
 
 
-@dataclass(kw_only=True)
+@checked("DepthGrowingConfig: ")
 class DepthGrowingConfig(TransformerConfig):
     """Sizes and choices of a `DepthGrowing`: the fields of its bottom, then those of the top.
 
     The top has the bottom's width, heads, norm, activation and dropout.
     """
 
-    top_encoder_layers: int = 2
+    top_encoder_layers: Layers = 2
     """M of the encoder, which is stacked on the bottom's."""
-    top_decoder_layers: int = 2
+    top_decoder_layers: Layers = 2
     """M of the decoder."""
-    top_encoder_connection: str = "residual"
+    top_encoder_connection: Connection = "residual"
     """One of deepfast.connections.CONNECTIONS except "latent". The top has its own
     depth history."""
-    top_decoder_connection: str = "residual"
+    top_decoder_connection: Connection = "residual"
     """The same for the top's decoder."""
-    top_dlcl: dict = field(default_factory=dict)
+    top_dlcl: Options = field(default_factory=dict)
     """Further arguments of deepfast.nn.DLCL, for both sides of the top."""
-    top_attnres_block: int | None = None
+    top_attnres_block: Count | None = None
     """Layers in a block if the top has "block_attnres"; None: attnres_block."""
-    top_attnres_reads: int | None = None
+    top_attnres_reads: Reads | None = None
     """How often a layer of the top reads attention residuals; None: attnres_reads."""
     embedding_norm: bool = False
     """Normalise the embedding where it enters the top, as the authors' code does."""
@@ -47,27 +46,14 @@ class DepthGrowingConfig(TransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        op = type(self).__name__
-        for name, plain in (
-            ("cross_attention", "top"),
-            ("encoder_fusion", None),
-            ("decoder_fusion", None),
-        ):
-            if getattr(self, name) != plain:
-                raise ValueError(
-                    f"{op}: {name} must be {plain} in a model that grows, "
-                    f"got {getattr(self, name)!r}"
-                )
-        checks.whole(op, **self._values("top_encoder_layers", "top_decoder_layers"))
-        checks.dictionary(op, top_dlcl=self.top_dlcl)
-        top = self._values("top_encoder_connection", "top_decoder_connection")
-        checks.choice(op, CONNECTIONS, **top)
-        self._check_connections(op, "top_")
-        for name, connection in (
-            top | self._values("encoder_connection", "decoder_connection")
-        ).items():
-            if connection == "latent":
-                raise ValueError(f"{op}: {name} must not be latent in a model that grows")
+        plain = {"cross_attention": "top", "encoder_fusion": None, "decoder_fusion": None}
+        for key, value in plain.items():
+            fits = getattr(self, key) == value
+            self.expect(fits, key, f"{value or 'null'} in a model that grows")
+        self._check_connections("top_")
+        for key in (f"{part}{side}_connection" for part in ("", "top_") for side in SIDES):
+            fits = getattr(self, key) != "latent"
+            self.expect(fits, key, "another connection than latent in a model that grows")
 
     @property
     def bottom(self) -> TransformerConfig:

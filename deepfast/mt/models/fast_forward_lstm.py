@@ -29,12 +29,14 @@ attention model. With one column e and c hold no h' and f'.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import checks, ops
+from deepfast import ops
+from deepfast.mt.checked import Field, Fraction, Layers, Positive, Width, checked
 from deepfast.mt.models.interface import (
     ModelConfig,
     ParameterGroup,
@@ -44,17 +46,17 @@ from deepfast.mt.models.interface import (
 )
 
 
-@dataclass(kw_only=True)
+@checked("FastForwardLSTMConfig: ")
 class FastForwardLSTMConfig(ModelConfig):
     """Sizes and choices of a `FastForwardLSTM`."""
 
-    dim: int = 512
+    dim: Annotated[Width, Field(multiple_of=2)] = 512
     """H, the memory cells of a layer."""
-    embedding_dim: int = 256
+    embedding_dim: Width = 256
     """E, the width of a word's embedding."""
-    encoder_layers: int = 9
+    encoder_layers: Layers = 9
     """Layers of each of the encoder's two columns."""
-    decoder_layers: int = 7
+    decoder_layers: Layers = 7
     """Layers of the decoder."""
     attention: bool = True
     """True: Deep-Att. False: Deep-ED, whose decoder reads one vector for the whole source."""
@@ -62,36 +64,17 @@ class FastForwardLSTMConfig(ModelConfig):
     """Whether a layer, and the context, read the f of the layer below."""
     bidirectional: bool = True
     """Whether the directions of the encoder's layers alternate; False: all run forward."""
-    columns: int = 2
+    columns: Annotated[int, Field(ge=1, le=2)] = 2
     """Columns of the encoder, 1 or 2."""
     bias: bool = False
-    """Whether the maps to f, W_p and the softmax have biases, which start at 0, as in the paper.
-    The default is that of checkpoints without this field."""
-    dropout: float = 0.1
+    """Whether the maps to f, W_p and the softmax have biases, which start at 0, as in the paper."""
+    dropout: Fraction = 0.1
     """On each h where it enters the next layer, not on f."""
-    init_std: float = 0.07
+    init_std: Positive = 0.07
     """Standard deviation of the initial values of all parameters but the recurrent ones."""
-    lr_scale: float = 0.08
+    lr_scale: Positive = 0.08
     """Learning rate of those parameters as a fraction of that of the recurrent ones: the paper has
     4e-5 and 5e-4."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        op = type(self).__name__
-        checks.whole(
-            op,
-            dim=self.dim,
-            embedding_dim=self.embedding_dim,
-            encoder_layers=self.encoder_layers,
-            decoder_layers=self.decoder_layers,
-        )
-        if self.dim % 2:
-            raise ValueError(f"{op}: dim must be even, got {self.dim}")
-        checks.whole(op, 1, 2, columns=self.columns)
-        checks.flag(op, attention=self.attention, fast_forward=self.fast_forward,
-                    bidirectional=self.bidirectional, bias=self.bias)  # fmt: skip
-        checks.fraction(op, dropout=self.dropout)
-        checks.positive(op, init_std=self.init_std, lr_scale=self.lr_scale)
 
 
 class Layer(nn.Module):

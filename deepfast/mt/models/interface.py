@@ -1,13 +1,13 @@
 """What every model of the toolkit has."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepfast import checks, ops
+from deepfast import ops
+from deepfast.mt.checked import Checked, Count, Size, checked
 
 IGNORED = -100
 """The label of a position that has none."""
@@ -16,26 +16,22 @@ DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
 """Fields of a config that the vocabulary decides, not the recipe; an LSTM knows no languages."""
 
 
-@dataclass(kw_only=True)
-class ModelConfig:
+@checked("ModelConfig: ")
+class ModelConfig(Checked):
     """What the config of every model has."""
 
-    vocab_size: int
+    vocab_size: Count
     """V of the source; of the target too where target_vocab_size is None."""
-    target_vocab_size: int | None = None
+    target_vocab_size: Count | None = None
     """V of the target, where it has its own vocabulary."""
-    padding_idx: int = 0
+    padding_idx: Size = 0
     """Id of the padding token."""
     backend: str | None = None
     """See deepfast.backend."""
 
     def __post_init__(self):
-        op = type(self).__name__
-        checks.whole(op, vocab_size=self.vocab_size)
-        checks.whole(op, 0, self.vocab_size - 1, padding_idx=self.padding_idx)
-        if self.target_vocab_size is not None:
-            least = self.padding_idx + 1
-            checks.whole(op, least, target_vocab_size=self.target_vocab_size)
+        sizes = [each for each in (self.vocab_size, self.target_vocab_size) if each is not None]
+        self.expect(self.padding_idx < min(sizes), "padding_idx", f"an id below {min(sizes)}")
 
 
 class ParameterGroup(TypedDict, total=False):

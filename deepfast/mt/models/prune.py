@@ -1,5 +1,6 @@
 """A model without the layers that latent depth does not use (Li et al. 2020)."""
 
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepfast.mt.models.transformer import Transformer
-from deepfast.mt.models.transformer_config import SIDES, TransformerConfig, without_unread
+from deepfast.mt.models.transformer_config import SIDES, TransformerConfig
 
 BRANCH_ENDS = ("attention.out", "cross_attention.out", "feed_forward.down")
 """The linear maps of a layer whose results its gate scales."""
@@ -95,16 +96,12 @@ def _prune_side(
     fold = gates[0] if alike else [1.0] * layers
     pruned = {}
     for name, weight in weights.items():
-        start = next(
-            (p for p in (f"{side}.layers.", f"{side}.connection.norms.") if name.startswith(p)),
-            None,
-        )
-        if start is not None:
-            number, _, rest = name.removeprefix(start).partition(".")
-            index = int(number)
+        found = re.fullmatch(rf"({side}\.(?:layers|connection\.norms))\.(\d+)\.(.*)", name)
+        if found:
+            start, index, rest = found[1], int(found[2]), found[3]
             if index not in place:
                 continue
-            name = f"{start}{place[index]}.{rest}"
+            name = f"{start}.{place[index]}.{rest}"
             if rest.rpartition(".")[0] in BRANCH_ENDS and fold[index] != 1:
                 weight = weight * fold[index]
         elif name == f"{side}.latent.logits":
@@ -119,17 +116,13 @@ def _prune_side(
 
 
 def prune_checkpoint(content: dict[str, Any], language: str | None = None) -> dict[str, Any]:
-    """The content of the smaller model's checkpoint, from that of `read_checkpoint`.
-
-    It keeps the recipe as a record of the training, but nothing that resuming needs.
+    """The smaller model's checkpoint, from what `load_checkpoint` read.
 
     Raises:
         ValueError: see `prune_layers`; or the checkpoint is of another kind of model.
     """
-    kind = content.get("kind", "transformer")
-    if kind != "transformer":
-        raise ValueError(f"expected a model of the kind transformer, got {kind!r}")
-    config = TransformerConfig(**without_unread(content["config"]))
+    if content["kind"] != "transformer":
+        raise ValueError(f"expected a model of the kind transformer, got {content['kind']!r}")
+    config = TransformerConfig(**content["config"])
     config, weights = prune_layers(config, content["model"], language)
-    left = {key: value for key, value in content.items() if key != "training"}
-    return left | {"kind": kind, "config": asdict(config), "model": weights}
+    return content | {"config": asdict(config), "model": weights}

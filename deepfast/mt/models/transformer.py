@@ -302,7 +302,7 @@ class Transformer(PackedModel):
         padding_BS = tokens_BS == self.config.padding_idx
         packing = Packing.of(batch, length, padding_BS)
         # Positions count real tokens, so that padding on the left does not shift a sentence.
-        positions = ((~padding_BS).cumsum(1) + (self.config.first_position - 1)).flatten()
+        positions = ((~padding_BS).cumsum(1) - 1).flatten()
         tokens = tokens_BS.flatten()
         if packing.indices is not None:
             tokens, positions = tokens[packing.indices], positions[packing.indices]
@@ -318,7 +318,7 @@ class Transformer(PackedModel):
 
     def embed_at(self, tokens_B: Tensor, position: int) -> Tensor:
         """Target tokens (B,) at one position, counted from 0, to (B, D)."""
-        positions = tokens_B.new_full((1,), self.config.first_position + position)
+        positions = tokens_B.new_full((1,), position)
         return self._embed(tokens_B, positions, self._target)
 
     def encode(

@@ -5,23 +5,22 @@
     options = DecodingOptions(beam=8, length_penalty=1.0)
     translations = translate_lines(translator.model, translator.vocabulary, lines, options)
 
-From the bottom: `beam_search` works on one batch of token ids; `lines.decode_lines` makes batches
-of lines and restores their order; `translate_lines` turns lines into text. sacrebleu is imported
-when a score is asked for.
+From the bottom: `beam_search` works on one batch of token ids; `translate_lines` makes batches of
+lines and turns the results into text. sacrebleu is imported when a score is asked for.
 """
 
 from deepfast.mt.search.beam import Hypothesis, beam_search, score_hypotheses
-from deepfast.mt.search.deep_shallow import Tuned, tune_deep_shallow
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.options import DecodingOptions
 from deepfast.mt.search.score import Part, Scores, bleu, bleu_by_length, bleu_of_part
 from deepfast.mt.search.translate import (
-    Translations,
-    translate_all,
+    Translation,
+    Translator,
+    load_translator,
     translate_lines,
     translate_nbest,
 )
-from deepfast.mt.search.translator import Translator, load_translator
+from deepfast.mt.search.tuning import tune
 
 __all__ = [
     "DecodingOptions",
@@ -29,17 +28,15 @@ __all__ = [
     "Hypothesis",
     "Part",
     "Scores",
-    "Translations",
+    "Translation",
     "Translator",
-    "Tuned",
     "beam_search",
     "bleu",
     "bleu_by_length",
     "bleu_of_part",
     "load_translator",
     "score_hypotheses",
-    "translate_all",
     "translate_lines",
     "translate_nbest",
-    "tune_deep_shallow",
+    "tune",
 ]

@@ -1,4 +1,4 @@
-"""Beam search over a batch of sentences with cached keys and values, and forced decoding.
+"""Beam search over a batch of sentences, and the log-probabilities of given translations.
 
 A hypothesis Y of log-probability ``log P(Y|X)``, eos included, has the score
 
@@ -16,10 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepfast.dtypes import compute_dtype
+from deepfast.mt.data import make_batch
 from deepfast.mt.data.vocabulary import BOS, EOS, UNK
-from deepfast.mt.models.interface import SearchModel
+from deepfast.mt.models.interface import SearchModel, TranslationModel, target_vocab_size
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.ops import decoding as ops
+
+AT_ONCE = 1024
+"""Positions whose logits are in memory at a time, where translations are scored."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +39,8 @@ class Hypothesis:
     """Sum of the natural log-probabilities of the tokens and of eos."""
 
 
-def length_divisor(length: int, options: DecodingOptions) -> float:
-    """What divides the log-probability of a hypothesis of ``length`` tokens, eos included."""
-    base = length if options.length_form == "power" else (5 + length) / 6
-    return base**options.length_penalty
-
-
 def beam_search(
-    model: SearchModel,
-    source_BS: Tensor,
-    options: DecodingOptions = DEFAULTS,
-    *,
-    bos_id: int = BOS,
-    eos_id: int = EOS,
-    unk_id: int = UNK,
+    model: SearchModel, source_BS: Tensor, options: DecodingOptions = DEFAULTS
 ) -> list[list[Hypothesis]]:
     """The best translations of every sentence.
 
@@ -67,7 +60,6 @@ def beam_search(
             anywhere.
         options: beam, nbest, length_penalty, length_form, max_length and no_unknown are read. Pad
             and bos are never generated.
-        bos_id, eos_id, unk_id: ids of the special tokens; bos and eos may be one.
 
     Returns:
         For each sentence its hypotheses, best first. There are fewer than ``nbest`` only where the
@@ -77,57 +69,38 @@ def beam_search(
         ValueError: a source of another form, or a sentence without a token.
         RuntimeError: NaN or +inf in the logits, or no token left to generate.
     """
-    pad_id = model.config.padding_idx
-    lengths = _lengths(source_BS, pad_id)
-    sentences = [
-        _Sentence(2 * n + 10 if options.max_length is None else options.max_length, options, eos_id)
-        for n in lengths
-    ]
-    if sentences:
-        banned = {pad_id, bos_id} | ({unk_id} if options.no_unknown else set())
-        with torch.inference_mode(), evaluating(model):
-            _search(model, source_BS, sentences, bos_id, sorted(banned - {eos_id}))
-    return [sentence.finished for sentence in sentences]
-
-
-def _lengths(source_BS: Tensor, pad_id: int) -> list[int]:
-    """The tokens of each sentence, padding not counted."""
     if not isinstance(source_BS, Tensor) or source_BS.dim() != 2 or source_BS.dtype != torch.int64:
-        got = (
-            f"{source_BS.dtype} {tuple(source_BS.shape)}"
-            if isinstance(source_BS, Tensor)
-            else type(source_BS).__name__
-        )
+        tensor = isinstance(source_BS, Tensor)
+        got = f"{source_BS.dtype} {tuple(source_BS.shape)}" if tensor else type(source_BS).__name__
         raise ValueError(f"beam_search: source must be int64 (B, S), got {got}")
-    lengths = (source_BS != pad_id).sum(1).tolist()
+    lengths = (source_BS != model.config.padding_idx).sum(1).tolist()
     if 0 in lengths:
         raise ValueError(
             "beam_search: expected at least one token in every sentence, got only padding in "
             f"sentence {lengths.index(0)}"
         )
-    return lengths
+    sentences = [_Sentence(options.max_length or 2 * n + 10, options) for n in lengths]
+    if sentences:
+        with torch.inference_mode(), evaluating(model):
+            _search(model, source_BS, sentences, options)
+    return [sentence.finished for sentence in sentences]
 
 
 def _search(
-    model: SearchModel,
-    source_BS: Tensor,
-    sentences: list["_Sentence"],
-    bos_id: int,
-    banned: list[int],
+    model: SearchModel, source_BS: Tensor, active: list["_Sentence"], options: DecodingOptions
 ) -> None:
     """Advances all sentences together, until each is done.
 
     The rows of the model's batch are the live hypotheses, sentence by sentence. A sentence that is
     done has no row, nor has an empty place in a beam.
     """
-    device, eos_id = source_BS.device, sentences[0].eos_id
-    beam = sentences[0].options.beam
+    device = source_BS.device
+    banned = sorted({model.config.padding_idx, BOS, *([UNK] if options.no_unknown else [])})
     state = model.start(source_BS)
-    tokens_R = torch.full((len(sentences),), bos_id, device=device)
-    active = sentences
+    tokens_R = torch.full((len(active),), BOS, device=device)
     while active:
         logits_RV = model.step(tokens_R, state)
-        values_RK, tokens_RK, eos_R = ops.best_tokens(logits_RV, beam, banned, eos_id)
+        values_RK, tokens_RK, eos_R = ops.best_tokens(logits_RV, options.beam, banned, EOS)
         # NaN or +inf anywhere in a row of logits makes all of its log-probabilities NaN.
         if eos_R.isnan().any():
             raise RuntimeError(
@@ -140,7 +113,7 @@ def _search(
             rows = len(sentence.live)
             before += [index] * rows
             parents += [row + slot for slot in sentence.advance(best[row : row + rows])]
-            chosen += [node[0] for _, node in sentence.live]
+            chosen += [tokens[-1] for _, tokens in sentence.live]
             after += [index] * len(sentence.live)
             row += rows
         active = [sentence for sentence in active if sentence.live]
@@ -153,43 +126,33 @@ def _search(
             tokens_R = torch.tensor(chosen, device=device)
 
 
-_Next = tuple[list[float], list[int], float]
-"""The best next tokens of a hypothesis: their log P, these tokens, and the log P of eos."""
-_Node = tuple[int, "_Node | None"]
-"""The last token of a hypothesis and the hypothesis before it."""
-
-
-def _path(node: _Node | None) -> tuple[int, ...]:
-    tokens = []
-    while node is not None:
-        token, node = node
-        tokens.append(token)
-    return tuple(reversed(tokens))
-
-
 class _Sentence:
     """The search of one sentence."""
 
-    def __init__(self, limit: int, options: DecodingOptions, eos_id: int):
+    def __init__(self, limit: int, options: DecodingOptions):
         """limit: most tokens of a hypothesis, eos not counted."""
-        self.limit, self.options, self.eos_id = limit, options, eos_id
+        self.limit, self.options = limit, options
         self.length = 0
         """Tokens of every live hypothesis."""
-        self.live: list[tuple[float, _Node | None]] = [(0.0, None)]
-        """(log P, last node), best first."""
+        self.live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        """(log P, tokens), best first."""
         self.finished: list[Hypothesis] = []
         """Best first, at most nbest."""
 
-    def advance(self, best: list[_Next]) -> list[int]:
-        """Moves on by one position, from the best next tokens of each live hypothesis.
+    def advance(self, best: list[tuple[list[float], list[int], float]]) -> list[int]:
+        """Moves on by one position.
+
+        Args:
+            best: for each live hypothesis the log P of its best next tokens, these tokens, and the
+                log P of eos.
 
         Returns:
-            For each hypothesis live now the place of the one it continues.
+            For each hypothesis that lives on the place of the one it continues.
         """
-        old, eos_id = self.live, self.eos_id
+        old, options = self.live, self.options
         if self.length == self.limit:
             # Only eos may come next.
-            best = [([eos], [eos_id], eos) for _, _, eos in best]
+            best = [([eos], [EOS], eos) for _, _, eos in best]
         continuations = [
             (before + value, slot, token)
             for slot, ((before, _), (values, tokens, _)) in enumerate(zip(old, best, strict=True))
@@ -197,19 +160,24 @@ class _Sentence:
         ]
         # Of equal ones that of the better hypothesis stays first, then the lower token.
         continuations.sort(key=operator.itemgetter(0), reverse=True)
-        continuations = [c for c in continuations[: self.options.beam] if c[0] > -math.inf]
+        continuations = [c for c in continuations[: options.beam] if c[0] > -math.inf]
         self.length += 1
+        self.live, slots = [], []
         for log_prob, slot, token in continuations:
-            if token == eos_id:
-                self._finish(log_prob, old[slot][1])
-        self.live = [
-            (log_prob, (token, old[slot][1]))
-            for log_prob, slot, token in continuations
-            if token != eos_id
-        ]
-        slots = [slot for _, slot, token in continuations if token != eos_id]
-        if self._done():
-            self.live, slots = [], []
+            tokens = old[slot][1]
+            if token == EOS:
+                score = log_prob / self._divisor(self.length)
+                self.finished.append(Hypothesis(tokens, score, log_prob))
+            else:
+                self.live.append((log_prob, (*tokens, token)))
+                slots.append(slot)
+        self.finished.sort(key=operator.attrgetter("score"), reverse=True)
+        del self.finished[options.nbest :]
+        if self.live and len(self.finished) == options.nbest:
+            # log P <= 0 only falls and, for alpha >= 0, the longest hypothesis divides it by most.
+            reached = self.live[0][0] / self._divisor(self.limit + 1)
+            if reached <= self.finished[-1].score:
+                self.live, slots = [], []
         if not self.live and not self.finished:
             raise RuntimeError(
                 f"beam_search: expected a token that may be generated at position {self.length}, "
@@ -217,23 +185,10 @@ class _Sentence:
             )
         return slots
 
-    def _finish(self, log_prob: float, node: _Node | None) -> None:
-        nbest = self.options.nbest
-        score = log_prob / length_divisor(self.length, self.options)
-        place = len(self.finished)
-        while place and self.finished[place - 1].score < score:
-            place -= 1
-        if place < nbest:
-            self.finished.insert(place, Hypothesis(_path(node), score, log_prob))
-            del self.finished[nbest:]
-
-    def _done(self) -> bool:
-        """Whether no live hypothesis can still come among the finished ones."""
-        if not self.live or len(self.finished) < self.options.nbest:
-            return not self.live
-        # log P <= 0 only falls and, for alpha >= 0, the longest hypothesis divides it by most.
-        best = self.live[0][0] / length_divisor(self.limit + 1, self.options)
-        return best <= self.finished[-1].score
+    def _divisor(self, length: int) -> float:
+        """The divisor of the log-probability of ``length`` tokens, eos included."""
+        base = length if self.options.length_form == "power" else (5 + length) / 6
+        return base**self.options.length_penalty
 
 
 @contextlib.contextmanager
@@ -250,23 +205,16 @@ def evaluating(model: SearchModel) -> Iterator[None]:
 
 
 def score_hypotheses(
-    model: SearchModel,
-    source_BS: Tensor,
-    hypotheses: Sequence[Sequence[Sequence[int]]],
-    *,
-    bos_id: int = BOS,
-    eos_id: int = EOS,
+    model: TranslationModel, source_BS: Tensor, hypotheses: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[float]]:
     """Log-probabilities ``log P(Y|X)`` of given translations, natural, eos included.
 
-    The same quantity as `deepfast.mt.search.Hypothesis.log_prob`, for any translation. The source
-    is encoded once, however many translations it has.
+    One forward pass of the model gives the quantity of `Hypothesis.log_prob` for any translation.
 
     Args:
-        model: see `deepfast.mt.models.interface`; in evaluation mode for the call.
+        model: in evaluation mode for the call.
         source_BS: (B, S) int64 on the model's device, each sentence with its eos.
         hypotheses: for each sentence any number of translations, token ids without bos and eos.
-        bos_id, eos_id: ids of the special tokens.
 
     Returns:
         For each sentence the log-probability of each of its translations, summed in fp64.
@@ -279,27 +227,22 @@ def score_hypotheses(
             f"score_hypotheses: expected translations of {len(source_BS)} sentences, got "
             f"{len(hypotheses)}"
         )
-    rows = [list(tokens) for given in hypotheses for tokens in given]
+    rows = [(sentence, tokens) for sentence, given in enumerate(hypotheses) for tokens in given]
     if not rows:
         return [[] for _ in hypotheses]
+    size, device = target_vocab_size(model.config), source_BS.device
+    sentences, targets = zip(*rows, strict=True)
+    batch = make_batch([((), tokens) for tokens in targets], range(len(rows))).to(device)
+    # A label names its row too, because each model orders the positions in its own way.
+    labels_RT = batch.target_out_BT + size * torch.arange(len(rows), device=device).unsqueeze(1)
+    source_RS = source_BS[torch.tensor(sentences, device=device)]
+    total_R = torch.zeros(len(rows), dtype=torch.float64, device=device)
     with torch.inference_mode(), evaluating(model):
-        state = model.start(source_BS)
-        counts = torch.tensor([len(given) for given in hypotheses])
-        index = torch.arange(len(hypotheses)).repeat_interleave(counts)
-        state.reorder(index.to(source_BS.device))
-        # The batch is a rectangle: positions after a row's eos are computed but not counted.
-        longest, pad = max(map(len, rows)), model.config.padding_idx
-        filled = [row + [eos_id] + [pad] * (longest - len(row)) for row in rows]
-        target_RT = torch.tensor(filled, device=source_BS.device)
-        ends = torch.tensor([len(row) for row in rows], device=source_BS.device)
-        total_R = torch.zeros(len(rows), dtype=torch.float64, device=source_BS.device)
-        tokens_R = torch.full_like(ends, bos_id)
-        for position, wanted_R in enumerate(target_RT.unbind(1)):
-            logits_RV = model.step(tokens_R, state)
-            dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-            log_probs = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
-            log_prob_R = log_probs.gather(1, wanted_R.unsqueeze(1)).squeeze(1)
-            total_R += log_prob_R.masked_fill(ends < position, 0)
-            tokens_R = wanted_R
+        hidden, labels = model.labelled(source_RS, batch.target_in_BT, labels_RT)
+        for x, label in zip(hidden.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
+            logits = model.project(x)
+            log_probs = torch.log_softmax(logits, dim=1, dtype=compute_dtype(logits.dtype))
+            chosen = log_probs.gather(1, (label % size).unsqueeze(1)).squeeze(1)
+            total_R.index_add_(0, label // size, chosen.double())
     totals = iter(total_R.tolist())
     return [[next(totals) for _ in given] for given in hypotheses]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepfast.dtypes import compute_dtype
 from deepfast.mt.models.interface import SearchModel, target_vocab_size
 
 
@@ -41,24 +42,21 @@ class Ensemble(SearchModel):
 
     def __init__(self, models: Sequence[SearchModel]):
         super().__init__()
-        if not models:
-            raise ValueError("Ensemble: expected at least one model, got none")
-        self.models = nn.ModuleList(models)  # type: ignore[assignment]
-        self.config = models[0].config
         configs = [model.config for model in models]
-        for name, values in (
-            ("vocab_size", [config.vocab_size for config in configs]),
-            ("target_vocab_size", [target_vocab_size(config) for config in configs]),
-            ("padding_idx", [config.padding_idx for config in configs]),
-        ):
-            if len(set(values)) > 1:
-                raise ValueError(f"Ensemble: expected models with one {name}, got {values}")
+        sizes = {(c.vocab_size, target_vocab_size(c), c.padding_idx) for c in configs}
+        if len(sizes) != 1:
+            raise ValueError(
+                "Ensemble: expected models of one vocab_size, target_vocab_size and padding_idx, "
+                f"got {sorted(sizes) or 'none'}"
+            )
+        self.models = nn.ModuleList(models)  # type: ignore[assignment]
+        self.config = configs[0]
         self._groups: dict[tuple[int, ...], int] = {}
 
     def group(self, tokens: Sequence[int]) -> int:
         """A number that the source sentences of one batch must share, for all models together."""
         # Each model may number the languages in its own way, so combinations get new numbers.
-        groups = tuple(m.group(tokens) if hasattr(m, "group") else 0 for m in self.models)
+        groups = tuple(model.group(tokens) for model in self.models)
         return self._groups.setdefault(groups, len(self._groups))
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
@@ -74,6 +72,6 @@ class Ensemble(SearchModel):
         logits = [
             model.step(tokens_B, one) for model, one in zip(self.models, state.states, strict=True)
         ]
-        dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
+        dtype = compute_dtype(logits[0].dtype)
         log_probs = torch.stack([x.log_softmax(-1, dtype=dtype) for x in logits])
         return log_probs.logsumexp(0) - math.log(len(logits))

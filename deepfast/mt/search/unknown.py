@@ -1,4 +1,4 @@
-"""Replaces unknown words of a translation by the source words that they are aligned with.
+"""The source words that the unknown words of a translation are aligned with.
 
 Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 2015. The model's
 attention is the alignment, and the source word is copied, or translated by a dictionary.
@@ -6,81 +6,66 @@ attention is the alignment, and the source word is copied, or translated by a di
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
-from deepfast.mt.data import Vocabulary
+from deepfast.mt.data import Vocabulary, make_batch
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import evaluating
 
 
-def check_aligns(model: SearchModel, vocabulary: object) -> Vocabulary:
-    """The vocabulary. Refuses one that has no words, and a model without attention over the source,
-    alone or in an `Ensemble`.
+def check_aligns(model: SearchModel) -> None:
+    """Refuses a model without attention over the source, alone or in an `Ensemble`.
 
     Raises:
-        ValueError: names the model or the vocabulary.
+        ValueError: names the model.
     """
-    if not isinstance(vocabulary, Vocabulary):
-        raise ValueError(
-            f"replace_unknown: expected a vocabulary of subwords, got {type(vocabulary).__name__}"
-        )
     for part in getattr(model, "models", (model,)):
         if getattr(part, "alignment", None) is None:
-            name = part.describe() if hasattr(part, "describe") else type(part).__name__
             raise ValueError(
-                f"replace_unknown: expected a model with attention over the source, got {name}"
+                f"replace_unknown: expected a model with attention over the source, got "
+                f"{part.describe()}"
             )
-    return vocabulary
 
 
-def replace_unknown(
+def aligned_words(
     model: SearchModel,
     vocabulary: Vocabulary,
     line: str,
     hypotheses: Sequence[Sequence[int]],
-    translations: Mapping[str, str] = MappingProxyType({}),
-) -> list[str]:
-    """The texts of a line's hypotheses; each unk becomes the source word with most attention.
+    dictionary: Mapping[str, str],
+) -> list[list[str]]:
+    """For each hypothesis of a line, and each unk in it, the source word with most attention.
 
-    Where unk pieces that follow each other are aligned with the same word, it is copied once.
+    Where unk pieces that follow each other are aligned with the same word, all but the first have
+    the text "".
 
     Args:
         model: has ``alignment``, see `deepfast.mt.models.interface`; `check_aligns` checks it.
         vocabulary: the model's.
         line: the source, with at least one piece.
         hypotheses: token ids without bos and eos.
-        translations: of source words; one without is copied.
+        dictionary: translations of source words; a word without one is copied.
     """
-    unknown = vocabulary.unk_id
-    rows = [i for i, tokens in enumerate(hypotheses) if unknown in tokens]
+    found: list[list[str]] = [[] for _ in hypotheses]
+    rows = [i for i, tokens in enumerate(hypotheses) if vocabulary.unk_id in tokens]
     if not rows:
-        return [vocabulary.decode(tokens) for tokens in hypotheses]
+        return found
     words, word_of = vocabulary.words(line)
-    device = next(model.parameters()).device
-    length = 1 + max(len(hypotheses[i]) for i in rows)
-    target = torch.full((len(rows), length), vocabulary.pad_id, device=device)
-    for row, i in enumerate(rows):
-        given = [vocabulary.bos_id, *hypotheses[i]]
-        target[row, : len(given)] = torch.tensor(given)
     tokens = vocabulary.encode(line)
-    source = torch.tensor([*tokens, vocabulary.eos_id], device=device)
+    batch = make_batch([(tokens, given) for given in hypotheses], rows)
+    batch = batch.to(next(model.parameters()).device)
     with torch.inference_mode(), evaluating(model):
-        weights = model.alignment(source.expand(len(rows), -1), target)
+        weights = model.alignment(batch.source_BS, batch.target_in_BT)
     # Neither a language tag nor the eos of the source is a word.
     first = int(len(tokens) > 1 and tokens[0] in vocabulary.tags.values())
     places = (first + weights[..., first:-1].argmax(-1)).tolist()
-    texts = {}
-    for row, i in enumerate(rows):
-        copies, before = [], None
-        for token, place in zip(hypotheses[i], places[row], strict=False):
-            word = word_of[place] if token == unknown else None
+    for i, own in zip(rows, places, strict=True):
+        before = None
+        for token, place in zip(hypotheses[i], own, strict=False):
+            word = word_of[place] if token == vocabulary.unk_id else None
             if word is not None:
-                copy = translations.get(words[word], words[word])
-                copies.append("" if word == before else copy)
+                copy = dictionary.get(words[word], words[word])
+                found[i].append("" if word == before else copy)
             before = word
-        texts[i] = vocabulary.decode(hypotheses[i], unknown=copies)
-    return [
-        texts[i] if i in texts else vocabulary.decode(tokens) for i, tokens in enumerate(hypotheses)
-    ]
+    return found

@@ -1,6 +1,6 @@
-"""Many runs of recipes, each in a process of its own: `deepfast mt sweep`.
+"""Many runs of recipes, each `deepfast mt train` in a process of its own: `deepfast mt sweep`.
 
 `grid` expands keys and values, or the systems of a recipe, to points; `stages` goes from the plan
-over pilots to runs; `plan` measures what they take, `runs` starts the runs and keeps their results,
-`one` is the process of one run, `table` writes what they found.
+over the pilots to the runs; `runs` starts processes and reads what they leave; `table` writes what
+they found.
 """

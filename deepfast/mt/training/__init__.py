@@ -9,12 +9,12 @@ loads the model of a checkpoint.
 Begin with `run.train`, which says when what happens, and `trainer.Trainer.train_step`, one step
 from batches to new parameters. `recipe` holds what a run is made of, `recipe_file` reads it from
 YAML, `corpus` makes batches of text, `growing` plans the second run of depth growing, `memory` fits
-a run into a budget. `saving` says what a checkpoint holds, `checkpoint` writes and reads a file of
-one, and `run_folder` knows which there are. `ranks` connects the processes that torchrun starts,
-and `parallel` divides a step and the model among them.
+a run into a budget. `saving` writes checkpoints and lets a run resume, and `run_folder` knows which
+there are. `ranks` connects the processes that torchrun starts, and `parallel` divides a step and
+the model among them.
 """
 
-from deepfast.mt.training.checkpoint import average_checkpoints, load_checkpoint
+from deepfast.mt.models.checkpoint import average_checkpoints, load_checkpoint
 from deepfast.mt.training.errors import (
     CheckpointError,
     NotFiniteError,

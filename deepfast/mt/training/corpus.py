@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepfast.files import DataError
+import numpy as np
+
+from deepfast.files import DataError, cache_folder
 from deepfast.mt.data import (
     Batch,
-    Dropped,
+    Pairs,
+    ParallelText,
     SeparateVocabularies,
     TokenBatches,
     Vocabulary,
     evaluation_batches,
     lower,
     phrases,
+    prepare,
     read_parallel,
     split_tag,
     tag_of,
     write,
 )
+from deepfast.mt.data.pairs import digest, made_once
 from deepfast.mt.training.recipe import DataSection
 
 Pair = tuple[str, str]
+
+SAMPLE = 1_000_000
+"""The most sentence pairs that a vocabulary is learned from."""
 
 
 @dataclass
@@ -52,65 +61,116 @@ def load_corpus(
 ) -> Corpus:
     """Read or generate the text, learn a vocabulary where none is given, and cut batches.
 
+    The ids of a training text in files are written to `data.cache` once.
+
     Args:
         seed: for the order of the batches.
         folder: where to write generated phrases, so that they can be translated later; None: the
             first rank writes them.
         vocabulary: that of the checkpoint that the run resumes from, or of the first rank.
     """
-    parts, dropped, place = _read(section, folder)
-    train = parts["train"]
+    section.check_text()
+    if section.phrases is None:
+        train: ParallelText | list[Pair] = ParallelText(
+            section.train_source, section.train_target, section.tags
+        )
+        dev, test = held_out(section)
+    else:
+        parts = _generate(section, folder)
+        train, dev, test = (_cased(section, parts[part]) for part in ("train", "dev", "test"))
+    cache = Path(section.cache) if section.cache else cache_folder() / "text"
     if vocabulary is None:
-        vocabulary = _vocabulary(section, train)
+        vocabulary = _vocabulary(section, train, cache)
     languages = _languages(section, vocabulary)
-    pairs = vocabulary.encode_pairs(train)
+    if isinstance(train, ParallelText):
+        pairs = prepare(train, vocabulary, cache, lowercase=section.lowercase)
+    else:
+        pairs = Pairs.of(vocabulary.encode_pairs(train))
+    dev_pairs = Pairs.of(vocabulary.encode_pairs(dev))
     batches = TokenBatches(
         pairs,
         max_tokens=section.max_tokens,
         max_length=section.max_length,
         seed=seed,
-        place=place,
-        groups=_groups(pairs, languages, place),
+        groups=_groups(pairs, languages, "train"),
     )
-    dev_pairs = vocabulary.encode_pairs(parts["dev"])
-    dev_groups = _groups(dev_pairs, languages, "dev pair {}".format)
-    dev_batches = (
-        evaluation_batches(dev_pairs, max_tokens=section.max_tokens, groups=dev_groups)
-        if dev_pairs
-        else []
-    )
+    groups = _groups(dev_pairs, languages, "dev")
+    dev_batches = evaluation_batches(dev_pairs, max_tokens=section.max_tokens, groups=groups)
     summary = [
         f"vocabulary {_sizes(vocabulary)} pieces, {vocabulary.fingerprint()}",
-        _describe("train", train, batches.pairs, vocabulary),
-        f"      {dropped + batches.dropped}; sentences of at most {section.max_length} tokens, "
+        _describe("train", pairs),
+        f"      {batches.dropped}; sentences of at most {section.max_length} tokens, "
         f"{len(batches)} micro-batches an epoch",
     ]
-    if dev_pairs:
-        summary.append(_describe("dev", parts["dev"], dev_pairs, vocabulary))
-    return Corpus(vocabulary, batches, dev_batches, parts["dev"], parts["test"], summary, languages)
+    if dev:
+        summary.append(_describe("dev", dev_pairs))
+    return Corpus(vocabulary, batches, dev_batches, dev, test, summary, languages)
 
 
-def _vocabulary(section: DataSection, train: list[Pair]) -> Vocabulary:
-    """Reads the vocabulary, or learns it from the training pairs."""
+def held_out(section: DataSection) -> tuple[list[Pair], list[Pair]]:
+    """The dev and the test pairs of `load_corpus`, without the training text of files."""
+    if section.phrases is not None:
+        parts = _generate(section, None)
+        return _cased(section, parts["dev"]), _cased(section, parts["test"])
+    files = [
+        (getattr(section, f"{part}_source"), getattr(section, f"{part}_target"))
+        for part in ("dev", "test")
+    ]
+    read = (read_parallel(*sides, section.tags) if sides[0] else [] for sides in files)
+    dev, test = (_cased(section, pairs) for pairs in read)
+    return dev, test
 
-    def learned(text: Sequence[str], size: int, tags: list[str]) -> Vocabulary:
-        return Vocabulary.train(
-            text, size, at_most=section.vocab_at_most, tags=tags, whole_words=section.whole_words
-        )
 
+def _cased(section: DataSection, pairs: list[Pair]) -> list[Pair]:
+    """The pairs, lower-cased where the recipe says so."""
+    if not section.lowercase:
+        return pairs
+    return [(lower(source, section.tags), target.lower()) for source, target in pairs]
+
+
+def _vocabulary(section: DataSection, train: ParallelText | list[Pair], cache: Path) -> Vocabulary:
+    """Reads the vocabulary, or learns it from a sample of the training pairs. One that is learned
+    from files is kept in the cache."""
     if section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
         if section.target_vocabulary is None:
             return vocabulary
         return SeparateVocabularies(vocabulary, Vocabulary.load(section.target_vocabulary))
-    sources, targets = zip(*train, strict=True)
-    if section.target_vocab_size is None:
-        # One language after the other, as in two files.
-        return learned([*sources, *targets], section.vocab_size, section.tags)
-    return SeparateVocabularies(
-        learned(sources, section.vocab_size, section.tags),
-        learned(targets, section.target_vocab_size, []),
-    )
+
+    def learned(sides: slice, size: int, tags: list[str]) -> Vocabulary:
+        return Vocabulary.train(
+            itertools.chain.from_iterable(pair[sides] for pair in _sample(section, train)),
+            size,
+            at_most=section.vocab_at_most,
+            tags=tags,
+            whole_words=section.whole_words,
+        )
+
+    def make() -> Vocabulary:
+        if section.target_vocab_size is None:
+            return learned(slice(2), section.vocab_size, section.tags)
+        return SeparateVocabularies(
+            learned(slice(1), section.vocab_size, section.tags),
+            learned(slice(1, 2), section.target_vocab_size, []),
+        )
+
+    if not isinstance(train, ParallelText):
+        return make()
+    names = "vocab_size", "target_vocab_size", "vocab_at_most", "whole_words", "lowercase"
+    settings = SAMPLE, train.digest, train.tags, [getattr(section, name) for name in names]
+    path = cache / f"{digest(settings)}.vocabulary"
+    made_once(path, lambda made: made.write_bytes(make().to_bytes()))
+    return Vocabulary.from_bytes(path.read_bytes())
+
+
+def _sample(section: DataSection, train: ParallelText | list[Pair]) -> Iterable[Pair]:
+    """Every n-th pair, so that there are at most `SAMPLE`."""
+    if not isinstance(train, ParallelText):
+        return train[:: -(-len(train) // SAMPLE)]
+    count = sum(1 for _ in train)
+    pairs = ((source, target) for _, source, target in train)
+    chosen = itertools.islice(pairs, 0, None, -(-count // SAMPLE))
+    return (_cased(section, [pair])[0] for pair in chosen)
 
 
 def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
@@ -124,22 +184,21 @@ def _languages(section: DataSection, vocabulary: Vocabulary) -> dict[str, int]:
     return {name: vocabulary.tags[tag_of(name)] for name in section.tagged}
 
 
-def _groups(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    languages: dict[str, int],
-    place: Callable[[int], str],
-) -> list[int] | None:
+def _groups(pairs: Pairs, languages: dict[str, int], part: str) -> np.ndarray | None:
     """The tag of each pair: only pairs of one language share a batch. None for one language."""
     if not languages:
         return None
-    tags = set(languages.values())
-    for index, (source, _) in enumerate(pairs):
-        if not source or source[0] not in tags:
-            raise DataError(
-                f"{place(index)}: expected a source that begins with the tag of one of the "
-                f"languages {', '.join(map(tag_of, languages))}, got none"
-            )
-    return [source[0] for source, _ in pairs]
+    ids, starts = pairs.source.ids, pairs.source.starts[:-1]
+    # A sentence without ids is that of the next one, which is no tag either way.
+    first = np.append(ids, 0)[starts]
+    wrong = (pairs.source.lengths == 0) | ~np.isin(first, list(languages.values()))
+    if wrong.any():
+        place, tags = pairs.place(int(np.argmax(wrong))), ", ".join(map(tag_of, languages))
+        raise DataError(
+            f"{part} text, {place}: expected a source that begins with the tag of one of the "
+            f"languages {tags}, got none"
+        )
+    return first
 
 
 def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
@@ -164,45 +223,15 @@ def _generate(section: DataSection, folder: Path | None) -> dict[str, list[Pair]
         )
         if folder is not None:
             # A folder for each language, because their English files have the same name.
-            write(corpus, folder / "phrases" / (f"en-{language}" if section.tagged else ""))
+            place = folder / "phrases" / (f"en-{language}" if section.tagged else "")
+            write(corpus, language, place)
         tag = f"{tag_of(language)} " if section.tagged else ""
         for part, pairs in parts.items():
-            for english, foreign in getattr(corpus, part):
+            for english, foreign in corpus[part]:
                 turned = section.direction == "many-to-one"
                 source, target = (foreign, english) if turned else (english, foreign)
                 pairs.append((tag + source, target))
     return parts
-
-
-def _read(
-    section: DataSection, folder: Path | None, wanted: Sequence[str] = ("train", "dev", "test")
-) -> tuple[dict[str, list[Pair]], Dropped, Callable[[int], str]]:
-    """The pairs of each part, the training pairs that were dropped, and a function that names the
-    place of a training pair."""
-    section.check_text()
-    dropped = Dropped()
-    place: Callable[[int], str] = "example {}".format
-    if section.phrases is not None:
-        parts = _generate(section, folder)
-    else:
-        parts = {part: [] for part in wanted}
-        for part in wanted:
-            source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
-            if source is not None:
-                found = read_parallel(source, target, tags=section.tags)
-                parts[part] = found.pairs
-                if part == "train":
-                    dropped, place = found.dropped, found.place
-    if section.lowercase:
-        tags = section.tags
-        parts = {p: [(lower(s, tags), t.lower()) for s, t in pairs] for p, pairs in parts.items()}
-    return parts, dropped, place
-
-
-def held_out(section: DataSection) -> tuple[list[Pair], list[Pair]]:
-    """The dev and the test pairs of `load_corpus`, without the training text of files."""
-    parts, *_ = _read(section, None, ("dev", "test"))
-    return parts["dev"], parts["test"]
 
 
 def _sizes(vocabulary: Vocabulary) -> str:
@@ -210,17 +239,10 @@ def _sizes(vocabulary: Vocabulary) -> str:
     return str(len(vocabulary)) if shared else f"{len(vocabulary)} and {vocabulary.target_size}"
 
 
-def _describe(
-    part: str,
-    pairs: Sequence[Pair],
-    encoded: Sequence[tuple[Sequence[int], Sequence[int]]],
-    vocabulary: Vocabulary,
-) -> str:
-    sources = sum(len(source) + 1 for source, _ in encoded)
-    targets = sum(len(target) + 1 for _, target in encoded)
-    ids = [piece for pair in encoded for side in pair for piece in side]
-    unknown = ids.count(vocabulary.unk_id) / max(len(ids), 1)
+def _describe(part: str, pairs: Pairs) -> str:
+    sources, targets = (len(side.ids) for side in (pairs.source, pairs.target))
+    unknown = pairs.unknown / max(sources + targets, 1)
     return (
-        f"{part:5} {len(pairs):,} pairs, {sources:,} source and {targets:,} target tokens "
-        f"(eos included), {unknown:.2%} unknown pieces"
+        f"{part:5} {len(pairs):,} pairs, {sources + len(pairs):,} source and "
+        f"{targets + len(pairs):,} target tokens (eos included), {unknown:.2%} unknown pieces"
     )

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from deepfast.mt.training.errors import RecipeError, expect
+from deepfast.mt.training.errors import expect
 from deepfast.mt.training.recipe import TrainSection
 
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 """The signals that stop a run with a checkpoint, and the exit codes of the command line."""
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that makes matrix products on a GPU deterministic."""
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -29,27 +31,17 @@ def resolve_device(name: str | None) -> torch.device:
     Raises:
         RecipeError: this machine has no such device.
     """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    count, local = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
+    name = name or ("cuda" if count else "cpu")
+    if name == "cuda" and local is not None:
+        name = f"cuda:{local}"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    expect(device.type in ("cpu", "cuda"), "train.device", "cpu, cuda or cuda:N", name)
-    if device.type == "cpu":
-        return device
-    count, local = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
-    expect((device.index or 0) < count, "train.device", f"one of {count} CUDA devices", name)
-    if local is not None:
-        fits = device.index is None or os.environ.get("LOCAL_WORLD_SIZE") == "1"
-        expect(fits, "train.device", "cuda or cpu under torchrun", name)
-        if int(local) >= count:
-            raise RecipeError(
-                f"torchrun: expected at most {count} ranks on this machine, one for each GPU, got "
-                f"{os.environ.get('LOCAL_WORLD_SIZE')}"
-            )
-        if device.index is None:
-            device = torch.device("cuda", int(local))
+    fits = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)
+    expect(fits, "train.device", f"cpu, cuda or cuda:N, of {count} CUDA devices", name)
+    if device.type == "cuda" and local is not None:
         torch.cuda.set_device(device)
     return device
 
@@ -58,11 +50,12 @@ def resolve_device(name: str | None) -> torch.device:
 def settings(section: TrainSection) -> Iterator[None]:
     """Seeds torch and Python, and sets threads and determinism until the block ends."""
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warns, workspace = torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(CUBLAS)
     if section.threads is not None:
         torch.set_num_threads(section.threads)
     if section.deterministic:
         # cuBLAS reads this when it starts; without it torch refuses matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(section.seed)
     random.seed(section.seed)
@@ -70,7 +63,9 @@ def settings(section: TrainSection) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)
 
 
 def heeded(*names: str) -> list[int]:
@@ -103,24 +98,21 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in heeded(*SIGNALS):
-                self._before[number] = signal.signal(number, self._arrived)
+            self._before = {n: signal.signal(n, self._arrived) for n in heeded(*SIGNALS)}
         return self
 
     def _arrived(self, number: int, frame: Any) -> None:
         self.name = self.name or signal.Signals(number).name
         if not self.stays:
-            # A closed terminal sends SIGHUP twice: its shell does, and the kernel.
-            self._restore("SIGINT", "SIGTERM")
+            # Not SIGHUP: a closed terminal sends it twice, its shell does and the kernel.
+            self._restore(signal.SIGINT, signal.SIGTERM)
 
     def __exit__(self, *error: object) -> None:
-        self._restore(*SIGNALS)
+        self._restore(*self._before)
 
-    def _restore(self, *names: str) -> None:
-        for number in [n for n in self._before if signal.Signals(n).name in names]:
-            # A signal that arrives here restores some of them first.
-            if (before := self._before.pop(number, None)) is not None:
-                signal.signal(number, before)
+    def _restore(self, *numbers: int) -> None:
+        for number in numbers:
+            signal.signal(number, self._before[number])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -139,17 +131,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Peak of the CUDA allocator; on the CPU the process's resident memory now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/statm") as stream:
-            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_bytes(device)
-
-
 MMAP_THRESHOLD, MAPPED_FROM = -3, 2**20
 """glibc's M_MMAP_THRESHOLD, and our value: larger blocks get pages of their own."""
 
@@ -158,7 +139,8 @@ def give_back_large_blocks() -> None:
     """From now on the C library returns large freed tensors to the system at once (glibc only).
 
     By default glibc raises its limit as blocks are freed, and then keeps the holes between live
-    tensors. With tensors of many sizes these holes reach half of the live memory.
+    tensors. With tensors of many sizes these holes reach half of the live memory. It cannot be
+    undone, so only commands call this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,69 +1,59 @@
-"""A step whose loss, gradient or weights are not finite: where it went wrong first, and on which
-rank."""
+"""A loss, a gradient or weights that are not finite: where it went wrong, and on which rank."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepfast.mt.training.environment import set_random_state
 from deepfast.mt.training.errors import NotFiniteError, OtherRankError, TrainingError
-from deepfast.mt.training.parallel import Share, is_sharded, local, syncing
+from deepfast.mt.training.parallel import local
 
 Trainer = Any
 """deepfast.mt.training.trainer.Trainer, which imports this module."""
 
 
-def not_finite(
-    trainer: Trainer, losses: list[float], mine: list[Share], target_tokens: int, generators: dict
+def not_finite_loss(
+    trainer: Trainer, name: str, own: float, again: Callable[[], Any]
 ) -> TrainingError:
-    """Runs the step again, with the same dropout, to find where it went wrong, and on which
-    rank."""
-    step, own = trainer.step + 1, losses[trainer.ranks.rank]
-    set_random_state(generators, trainer.device)
-    trainer.model.set_step(step)
-    if all(map(math.isfinite, losses)):
-        return _not_finite_gradient(trainer, mine, target_tokens)
-    module = None
-    # FSDP's ranks must all run the step.
-    if not math.isfinite(own) or is_sharded(trainer.loss):
-        module = _first_bad(
-            trainer.model,
-            lambda: [trainer.batch_loss(batch, 0.0, alone=True) for batch, _ in mine],
-        )
+    """The error of a loss that is NaN or infinite on some rank; all ranks call it.
+
+    Args:
+        name: of the loss, in words.
+        own: this rank's.
+        again: runs forward on this rank's micro-batches, one after the other.
+    """
+    # Without a graph a micro-batch leaves nothing in memory.
+    with torch.no_grad(), _bad_modules(trainer.model) as found:
+        again()
     if math.isfinite(own):
-        return OtherRankError(f"step {step}: the loss of another rank is not finite")
-    where = f"the output of {module}" if module else "the loss, every module's output is finite"
-    return NotFiniteError(
-        f"step {step}: the loss is {own}; the first value that is not finite is {where}"
-    )
+        return OtherRankError(f"{name} of another rank is not finite")
+    where = f"the output of {found[0]}" if found else "the loss, every module's output is finite"
+    return NotFiniteError(f"{name} is {own}; the first value that is not finite is {where}")
 
 
-def _not_finite_gradient(trainer: Trainer, mine: list[Share], target_tokens: int) -> TrainingError:
-    """Says where, and on which rank: the gradients so far are means over all ranks."""
+def not_finite_gradient(trainer: Trainer, again: Callable[[], Any]) -> TrainingError:
+    """The error of a gradient that is NaN or infinite while the loss is finite; all ranks call it.
+
+    Args:
+        again: runs forward and backward on this rank's micro-batches, one after the other.
+    """
     # Backward runs from the model's end to its beginning, so it reached the last of them first.
     bad = [name for name, p in trainer.model.named_parameters() if not _finite(p.grad)]
-    where = f"of {bad[-1]}" if bad else "norm over all parameters"
-    text = f"step {trainer.step + 1}: the gradient {{}} is not finite".format
-    if trainer.ranks.size == 1:
-        return NotFiniteError(text(where))
-
-    def again() -> None:
-        for batch, _ in mine:
-            with syncing(trainer.loss, False):
-                (trainer.batch_loss(batch, 0.0)[0] / target_tokens).backward()
-
+    where = bad[-1] if bad else "all parameters, its norm,"
+    # These gradients are means over the ranks. What went wrong on one rank shows inside its graph.
     trainer.optimizer.zero_grad(set_to_none=True)
-    module = _first_bad(trainer.model, again, gradients=True)
-    guilty = any(row[0] for row in trainer.ranks.rows(module is not None))
-    if module:
-        return NotFiniteError(text(f"of the output of {module}"))
-    # Where no rank finds it, it was the sum over the ranks that went wrong.
-    return (OtherRankError if guilty else NotFiniteError)(text(where))
+    with _bad_modules(trainer.model, gradients=True) as found:
+        again()
+    guilty = any(row[0] for row in trainer.ranks.rows(bool(found)))
+    where = f"the output of {found[0]}" if found else where
+    # Where no rank finds it, the sum over the ranks went wrong.
+    kind = NotFiniteError if found or not guilty else OtherRankError
+    return kind(f"step {trainer.step + 1}: the gradient of {where} is not finite")
 
 
 def check_weights(trainer: Trainer) -> None:
@@ -89,9 +79,10 @@ def _finite(value: Any) -> bool:
     return all(map(_finite, value)) if isinstance(value, (tuple, list)) else True
 
 
-def _first_bad(model: nn.Module, run: Callable[[], Any], *, gradients: bool = False) -> str | None:
-    """Calls ``run``, which calls ``model``, and names the module whose output, or the gradient of
-    it, is the first that is not finite; None if there is none."""
+@contextlib.contextmanager
+def _bad_modules(model: nn.Module, *, gradients: bool = False) -> Iterator[list[str]]:
+    """Collects the names of the modules whose outputs inside the block are not finite, or the
+    gradients of these outputs, in the order in which they are computed."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -107,14 +98,8 @@ def _first_bad(model: nn.Module, run: Callable[[], Any], *, gradients: bool = Fa
 
         return hook
 
-    hooks = [
-        module.register_forward_hook(watch(f"{name or 'the model'} ({type(module).__name__})"))
-        for name, module in model.named_modules()
-        if name or not gradients
-    ]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else None
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            watched = watch(f"{name or 'the model'} ({type(module).__name__})")
+            hooks.enter_context(module.register_forward_hook(watched))
+        yield found

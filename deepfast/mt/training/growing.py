@@ -7,27 +7,25 @@ own step counter, schedule and optimizer. Each run has its own folder in the rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, TranslationModel
+from deepfast.mt.models.checkpoint import check_config, load_checkpoint
 from deepfast.mt.models.interface import DERIVED_FIELDS
-from deepfast.mt.training.checkpoint import check_config, load_checkpoint, load_weights
 from deepfast.mt.training.errors import CheckpointError, RecipeError
+from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.recipe import Recipe
-from deepfast.mt.training.run_folder import BEST, checkpoint_to_resume, step_checkpoints
+from deepfast.mt.training.run_folder import (
+    BEST,
+    checkpoint_to_resume,
+    read_start,
+    step_checkpoints,
+)
 
 FIRST, SECOND = "stage1", "stage2"
 """The folders of the two runs."""
-
-TOP_FIELDS = tuple(
-    field.name
-    for field in fields(DepthGrowingConfig)
-    if field.name not in {field.name for field in fields(TransformerConfig)}
-)
-"""Fields of the config that only the top has."""
 
 
 def check_grow(recipe: Recipe) -> None:
@@ -48,8 +46,6 @@ def check_grow(recipe: Recipe) -> None:
         return
     if type(config) is not TransformerConfig:
         raise RecipeError(f"grow: expected a model of the kind transformer, got {recipe.model!r}")
-    _expect_keys("grow", grow, ("from", "model", "optim", "train"))
-    _expect_keys("grow.model", grow.get("model", {}), TOP_FIELDS)
     if not (grow.get("from") or recipe.data.validates):
         raise RecipeError(
             "grow: expected dev pairs, to find the best checkpoint of the first run, or "
@@ -60,15 +56,6 @@ def check_grow(recipe: Recipe) -> None:
     except RecipeError as error:
         inside = str(error).startswith(("model.", "optim.", "train"))
         raise RecipeError(f"grow.{error}" if inside else str(error)) from error
-
-
-def _expect_keys(section: str, given: dict[str, Any], known: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise RecipeError(
-            f"{section}.{unknown[0]}: expected one of {', '.join(known)}: the first run decides "
-            "everything else"
-        )
 
 
 def second_run(recipe: Recipe) -> Recipe:
@@ -95,39 +82,37 @@ def runs(recipe: Recipe) -> list[Recipe]:
     """
     check_grow(recipe)
     if recipe.grow is None or recipe.model.get("kind") == "depth_growing":
-        return [recipe]
+        return [_continued(recipe)]
     first = replace(recipe, grow=None, output=str(Path(recipe.output) / FIRST))
     second = second_run(recipe)
     if recipe.grow.get("from"):
-        return [second]
+        return [_continued(second)]
     if isinstance(recipe.resume, str):
-        begun = load_checkpoint(recipe.resume).get("kind") == "depth_growing"
-        second = second if begun else replace(second, resume=False)
-    else:
-        begun = recipe.resume and bool(step_checkpoints(second.output))
-    if begun:
+        # A run removes its old steps, so the file may be gone when torchrun starts it again.
+        gone = restarts() and not Path(recipe.resume).exists()
+        if not gone and read_start(Path(recipe.resume))["kind"] == "depth_growing":
+            return [_continued(second)]
+        second = replace(second, resume=False)
+    first, second = _continued(first), _continued(second)
+    if second.resume is True and step_checkpoints(second.output):
         return [second]
     # Checked now, not after hours of the first run.
     checkpoint_to_resume(second.output, second.resume)
     return [first, second]
 
 
+def _continued(run: Recipe) -> Recipe:
+    """The run that goes on from its own newest checkpoint, where torchrun has started the ranks
+    again."""
+    begun = not isinstance(run.resume, str) or bool(step_checkpoints(run.output))
+    return replace(run, resume=True) if restarts() and begun else run
+
+
 def stage(recipe: Recipe, run: Recipe) -> str | None:
     """Which of the recipe's two runs this is, in words; None where there is only one run."""
-    if run == recipe or recipe.grow.get("from"):
+    if recipe.grow is None or recipe.grow.get("from"):
         return None
-    config = run.model_config(vocab_size=8)
-    if run.grow is None:
-        layers = _layers(config.encoder_layers, config.decoder_layers)
-        return f"stage 1 of 2: {layers}, into {run.output}"
-    layers = _layers(config.top_encoder_layers, config.top_decoder_layers)
-    return (
-        f"stage 2 of 2: {layers} on top of {run.grow['from']}, which is frozen, into {run.output}"
-    )
-
-
-def _layers(encoder: int, decoder: int) -> str:
-    return f"{encoder} encoder and {decoder} decoder layer{'' if decoder == 1 else 's'}"
+    return f"stage {1 if run.grow is None else 2} of 2, into {run.output}"
 
 
 def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
@@ -144,10 +129,10 @@ def load_bottom(recipe: Recipe, model: TranslationModel, content: dict[str, Any]
     """
     path = recipe.grow["from"]
     check_config(path, content, model.bottom.config)
-    lowercase = content["recipe"]["data"].get("lowercase", False)
+    lowercase = content["recipe"]["data"]["lowercase"]
     if lowercase != recipe.data.lowercase:
         raise CheckpointError(
             f"{path}: expected a model of text with data.lowercase={recipe.data.lowercase}, got "
             f"one with {lowercase}"
         )
-    load_weights(model.bottom, content["model"], path)
+    model.bottom.load_state_dict(content["model"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,20 +12,18 @@ from deepfast import backend as backends
 from deepfast.connections import CONNECTIONS
 from deepfast.memory.plan import Plan, plan
 from deepfast.memory.table import advise, describe, lines
-from deepfast.memory.units import format_bytes
+from deepfast.memory.units import format_bytes, parse_bytes
 from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.parallel import is_sharded, micro_batches_at_once
-from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.trainer import Trainer
-from deepfast.policies import MIXING
 
 TRIES = 3
 """How many plans are tried. Each budget is smaller by the error of the previous plan."""
 
 
 def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
-    """Plans by the recipe's ``recompute`` or ``memory_budget``, and sets the policies on the model.
+    """Plans by the recipe's ``memory_budget``, and sets the policies on the model.
 
     Then it tries a step on the largest micro-batch. Where that takes more memory than the budget,
     it plans again. Parameters and the model's config do not change.
@@ -37,24 +34,23 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         TrainingError: no step fits; the message says what would fit.
     """
-    named = trainer.recipe.recompute is not None
-    planned = plan_run(trainer.recipe, trainer)
-    # With a policy by name the only limit is the device's memory.
-    limit = math.inf if named else planned.budget
-    for line in lines(planned):
-        say(line)
-    if not planned.fits:
-        raise TrainingError(
-            f"memory_budget: expected a step within {format_bytes(planned.budget)}, got one of "
-            f"{format_bytes(planned.peak)} for data.max_tokens={trainer.recipe.data.max_tokens}: "
-            f"{planned.advice}"
-        )
-    tries = 1 if named else TRIES
-    for attempt in range(1, tries + 1):
+    limit, tokens = parse_bytes(trainer.recipe.memory_budget), trainer.recipe.data.max_tokens
+    if trainer.device.type == "cuda":
+        limit = min(limit, torch.cuda.get_device_properties(trainer.device).total_memory)
+    expected = f"memory_budget: expected a step within {format_bytes(limit)}, got"
+    budget, tried = limit, ""
+    for _ in range(TRIES):
+        planned = plan_run(trainer, budget)
+        for line in lines(planned):
+            say(line)
+        if not planned.fits and not tried:
+            got = f"one of {format_bytes(planned.peak)} for data.max_tokens={tokens}"
+            raise TrainingError(f"{expected} {got}: {planned.advice}")
+        if not planned.fits:
+            # Not the budget that the planner advises: its predictions were wrong here.
+            raise TrainingError(f"{expected} {tried}: {advise(planned.what_fits, budget=False)}")
         measured = _trial(trainer, planned)
         policies = describe(planned.recompute, planned.decoder_recompute)
-        if measured == math.inf:
-            limit = min(limit, torch.cuda.get_device_properties(trainer.device).total_memory)
         if measured <= limit:
             return {
                 "step": trainer.step,
@@ -63,24 +59,11 @@ def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
                 "policies": policies,
             }
         got = "more than the GPU has" if measured == math.inf else format_bytes(measured)
-        wrong = (
-            f"memory_budget: expected a step within {format_bytes(limit)}, got {got} with "
-            f"recompute policies {policies}: "
-        )
-        # A plan for a budget that is smaller by the error of this plan.
-        error = 1.1 if measured == math.inf else max(measured / planned.peak, 1.0)
-        other = plan_run(
-            replace(trainer.recipe, recompute=None, memory_budget=None), trainer, int(limit / error)
-        )
-        if not other.fits:
-            # Not the budget that the planner advises: its predictions were wrong here.
-            raise TrainingError(wrong + advise(other.what_fits, budget=False))
-        instead = describe(other.recompute, other.decoder_recompute)
-        if attempt == tries:
-            raise TrainingError(f"{wrong}recompute policies {instead} would fit")
-        say(f"a trial with recompute policies {policies} took {got}; {instead} instead")
-        planned = other
-    raise AssertionError("the last attempt returns or raises")
+        tried = f"{got} with recompute policies {policies}"
+        say(f"a trial took {tried}")
+        error = 1.1 if measured == math.inf else measured / planned.peak
+        budget = int(limit / error)
+    raise TrainingError(f"{expected} {tried}: choose data.max_tokens below {tokens}")
 
 
 def set_policy(model: TranslationModel, policy: str) -> None:
@@ -101,24 +84,16 @@ def _trial(trainer: Trainer, planned: Plan) -> float:
     return max(trainer.ranks.rows(trainer.measure()))[0]
 
 
-def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Plan:
-    """The plan for a recipe's model, ``data.max_tokens``, and ``recompute`` or ``memory_budget``.
-
-    Args:
-        budget: bytes that replace the recipe's budget.
-    """
-    config, decoder = trainer.model.config, recipe.recompute
-    if decoder == "layer+input" and config.decoder_connection not in MIXING:
-        # As in `set_policy`.
-        decoder = "layer"
-    limit = recipe.memory_budget if budget is None else budget
+def plan_run(trainer: Trainer, budget: int) -> Plan:
+    """The plan for a trainer's model and ``data.max_tokens`` within a budget in bytes."""
+    recipe, config = trainer.recipe, trainer.model.config
     scalar = config.dlcl.get("weight_type", "scalar") == "scalar"
-    tokens, accumulate = _of_one_rank(recipe, trainer)
+    tokens, accumulate = _of_one_rank(trainer)
     # As far as it is known before the first step.
     dtype = getattr(torch, recipe.train.precision)
     attention = backends.chosen("attention", None, trainer.device, dtype)
     return plan(
-        budget=limit,
+        budget=budget,
         num_layers=config.encoder_layers,
         dim=config.dim,
         tokens=tokens,
@@ -142,15 +117,13 @@ def plan_run(recipe: Recipe, trainer: Trainer, budget: int | None = None) -> Pla
         reshard=recipe.parallel.reshard,
         length=min(recipe.data.max_length, recipe.data.max_tokens, 128),
         padding=attention in backends.SDPA,
-        recompute=recipe.recompute,
-        decoder_recompute=decoder,
     )
 
 
-def _of_one_rank(recipe: Recipe, trainer: Trainer) -> tuple[int, int]:
+def _of_one_rank(trainer: Trainer) -> tuple[int, int]:
     """Tokens of the micro-batches of a rank, and how many it has in a step."""
-    count, size = recipe.optim.accumulate, trainer.ranks.size
+    data, count, size = trainer.recipe.data, trainer.recipe.optim.accumulate, trainer.ranks.size
     together = 1 if trainer.model.draws else micro_batches_at_once(count, size)
-    tokens = -(-recipe.data.max_tokens * together // size)
+    tokens = -(-data.max_tokens * together // size)
     # A sentence is not divided.
-    return max(tokens, min(recipe.data.max_length, recipe.data.max_tokens)), count // together
+    return max(tokens, min(data.max_length, data.max_tokens)), count // together

@@ -67,7 +67,7 @@ def _part(batch: Batch, part: int, parts: int) -> Share:
     """One of `parts` parts with about the same number of tokens; each sentence is in one."""
     if parts == 1:
         return Share(batch, True)
-    lengths = (batch.source_lengths_B + batch.target_lengths_B).tolist()
+    lengths = torch.stack(batch.lengths()).sum(0).tolist()
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     rows: list[list[int]] = [[] for _ in range(parts)]
     loads = [0] * parts
@@ -101,7 +101,7 @@ def share_model(
     loss = Loss(model)
     if ranks.alone:
         return loss
-    if kind_for(recipe, model, device) == "fsdp":
+    if kind_for(recipe, model, device, ranks) == "fsdp":
         return _sharded(loss, recipe, ranks, device)
     return nn.parallel.DistributedDataParallel(
         loss,
@@ -110,8 +110,9 @@ def share_model(
     )
 
 
-def kind_for(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
-    """ "ddp" or "fsdp": the recipe's choice, or that of the model's size."""
+def kind_for(recipe: Recipe, model: nn.Module, device: torch.device, ranks: Ranks) -> str:
+    """ "ddp" or "fsdp": the recipe's choice, or that of the model's size and of the rank with the
+    least memory. A common call."""
     if recipe.parallel.kind != "auto":
         return recipe.parallel.kind
     if device.type == "cuda":
@@ -120,7 +121,8 @@ def kind_for(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = STATE * sum(p.numel() for p in model.parameters())
-    return "ddp" if needed <= memory // 2 else "fsdp"
+    (least,) = min(ranks.rows(memory))
+    return "ddp" if needed <= least // 2 else "fsdp"
 
 
 def _sharded(loss: Loss, recipe: Recipe, ranks: Ranks, device: torch.device) -> Any:

@@ -33,17 +33,13 @@ Value = TypeVar("Value")
 
 BEAT_EVERY, SILENT_AFTER = 0.5, 4.0
 """Seconds between two signs of life, and seconds after which a rank counts as silent."""
-LOOK_EVERY = 0.02
-"""Seconds between two looks of a rank that waits for the first one."""
-PARENT = os.getppid()
-"""The process of torchrun. Another parent means that it is gone."""
-MEET_WITHIN, CONNECT_WITHIN = timedelta(minutes=5), timedelta(seconds=20)
-"""How long a rank waits for the others at the start, and for one connection to torchrun."""
-RUNS = itertools.count()
-"""Numbers of the runs of this process."""
+MEET_WITHIN = timedelta(minutes=5)
+"""How long a rank waits for the others at the start."""
 LONG = timedelta(hours=1)
 """How long ranks wait for each other while checkpoints are written and text is translated. A rank
 that ends is noticed at once."""
+RUNS = itertools.count()
+"""Numbers of the runs of this process."""
 
 
 def launched() -> bool:
@@ -52,16 +48,8 @@ def launched() -> bool:
 
 
 def restarts() -> int:
-    """How often torchrun has started the ranks again; 0 without torchrun.
-
-    Raises:
-        TrainingError: TORCHELASTIC_RESTART_COUNT is not an integer.
-    """
-    name = "TORCHELASTIC_RESTART_COUNT"
-    count = os.environ.get(name, "0") if launched() else "0"
-    if not (count.isascii() and count.isdigit()):
-        raise TrainingError(f"{name}: expected an integer of at least 0, got {count!r}")
-    return int(count)
+    """How often torchrun has started the ranks again; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launched() else 0
 
 
 class Ranks:
@@ -122,28 +110,35 @@ class Ranks:
         """
         if self.alone:
             return work()
-        name, self._asked = f"first/{self._asked}", self._asked + 1
+        key, self._asked = f"first/{self._asked}", self._asked + 1
         if self.first:
             result = work()
             # The type of torch's stub leaves bytes out, which a store takes and gives back.
-            self.store.set(name, pickle.dumps(result))  # type: ignore[arg-type]
+            self.store.set(key, pickle.dumps(result))  # type: ignore[arg-type]
             return result
-        called, beats, silent = False, 0, 0.0
-        while not self.store.check([name]):
+        called, beats, silent, pause = False, -1, 0.0, 0.01
+        # Not `store.wait`, which prints two warnings at each timeout.
+        while not self.store.check([key]):
             if self.store.check(["failure"]):
                 raise OtherRankError(self.store.get("failure").decode())
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
             if self.signal.name and not called:
                 called = True
-                if self._silent() and not self.store.check([name]):
-                    raise dist.DistNetworkError("the first rank does not answer")
+                if self._silent() and not self.store.check([key]):
+                    raise dist.DistNetworkError("a rank does not answer")
             before, beats = beats, self._beats(0)
             # Not by the clock: a machine or a job that is suspended stops all ranks together.
-            silent = silent + LOOK_EVERY if beats == before else 0.0
+            silent = silent + pause if beats == before else 0.0
             if silent > max(self.timeout, SILENT_AFTER):
                 raise dist.DistNetworkError("the first rank gives no sign of life")
-            time.sleep(LOOK_EVERY)
-        return pickle.loads(self.store.get(name))
+            pause = min(1.5 * pause, BEAT_EVERY)
+            time.sleep(pause)
+        result = pickle.loads(self.store.get(key))
+        # The last rank that reads removes what was said.
+        if self.store.add(f"{key}/read", 1) == self.size - 1:
+            self.store.delete_key(key)
+            self.store.delete_key(f"{key}/read")
+        return result
 
     def blame(self, error: BaseException) -> BaseException:
         """The error with which this rank ends.
@@ -154,6 +149,8 @@ class Ranks:
         if isinstance(error, OtherRankError):
             return error
         text = f"rank {self.rank}: {_sentence(error)}"
+        there = self.saved is not None and self.saved.exists()
+        last = f"; last checkpoint: {self.saved}" if there else ""
         try:
             if _connection_lost(error) and (silent := self._silent()):
                 text = (
@@ -161,21 +158,15 @@ class Ranks:
                     "answer, killed or stopped from outside (the machine's log says whether it ran "
                     "out of memory)"
                 )
-            text += self._last()
             if self.store.add("failures", 1) > 1:
                 return OtherRankError(text)
-            self.store.set("failure", text)
+            self.store.set("failure", text + last)
         except dist.DistError:
             # The store went down with torchrun: there is nobody to agree with.
             if _connection_lost(error):
                 text = f"rank {self.rank}: torchrun does not answer, killed from outside"
-                text += self._last()
         kinds = (CheckpointError, NotFiniteError, RecipeError)
-        return (type(error) if isinstance(error, kinds) else TrainingError)(text)
-
-    def _last(self) -> str:
-        """The last checkpoint in words, if its folder is still there."""
-        return f"; last checkpoint: {self.saved}" if self.saved and self.saved.exists() else ""
+        return (type(error) if isinstance(error, kinds) else TrainingError)(text + last)
 
     def start(self) -> None:
         """Gives signs of life from now on, also while this rank computes or waits for others."""
@@ -210,27 +201,6 @@ class Ranks:
             self.store.set(f"left/{self.rank}", "")
 
 
-def _meet() -> tuple[dist.Store, int, int]:
-    """The store of the ranks, this rank and their number. Under torchrun a rank that cannot connect
-    looks from time to time whether torchrun still lives."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return next(dist.rendezvous("env://", timeout=MEET_WITHIN))
-    end = time.monotonic() + MEET_WITHIN.total_seconds()
-    while True:
-        try:
-            store, *place = next(dist.rendezvous("env://", timeout=CONNECT_WITHIN))
-            store.set_timeout(MEET_WITHIN)
-            return store, *place
-        except dist.DistError:
-            if os.getppid() != PARENT:
-                rank = os.environ.get("RANK", "0")
-                raise TrainingError(
-                    f"rank {rank}: torchrun does not answer, killed from outside"
-                ) from None
-            if time.monotonic() > end:
-                raise
-
-
 @contextlib.contextmanager
 def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
     """The ranks that torchrun started, connected; one rank without torchrun.
@@ -245,18 +215,19 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
         TrainingError, RecipeError, CheckpointError: this rank fails, or has found which one did.
     """
     if not launched():
-        yield Ranks()
+        ranks = Ranks()
+        try:
+            yield ranks
+        except NotFiniteError as error:
+            last = ranks.saved or "none"
+            raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
         return
     limit = timedelta(seconds=timeout)
     try:
-        store, rank, size = _meet()
+        store, rank, size = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
     except dist.DistError as error:
-        place = ":".join(os.environ[f"MASTER_{name}"] for name in ("ADDR", "PORT"))
-        reason = str(error).partition("\n")[0].rpartition("message: ")[2]
-        raise TrainingError(
-            f"torchrun: the ranks cannot meet at {place} ({reason}); if another program has the "
-            "port, choose one with --master-port PORT, or any free one with --standalone"
-        ) from error
+        name = f"rank {os.environ['RANK']}"
+        raise TrainingError(f"{name}: torchrun does not answer: {_sentence(error)}") from error
     # A process may train several recipes, one after the other. torchrun keeps the store when it
     # starts the ranks again.
     store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)

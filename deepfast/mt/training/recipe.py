@@ -6,59 +6,91 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, field, fields
+from typing import Annotated, Any
 
-from deepfast.checks import shown
+from typing_extensions import TypedDict
+
 from deepfast.memory.units import parse_bytes
+from deepfast.mt.checked import STRICT, Checked, Field, Options, checked, one_of, pydantic
 from deepfast.mt.models import KINDS, DepthGrowingConfig, TransformerConfig, base, big
 from deepfast.mt.models.interface import DERIVED_FIELDS
 from deepfast.mt.training.errors import RecipeError, expect
 from deepfast.mt.training.sections import (
     DataSection,
+    DecodeSection,
     File,
     Folder,
     OptimSection,
     ParallelSection,
-    Section,
     TrainSection,
-    convert,
-    field_types,
 )
 from deepfast.policies import MIXING, POLICIES
 
 SIZES = {"base": base, "big": big}
 
-PLANNED = {
-    "cross_attention": ("top",), "share_embeddings": ("all",), "norm_type": ("layer", "rms"),
-    "norm": ("pre", "post"), "decoder_norm": (None,),
-    "encoder_fusion": (None,), "decoder_fusion": (None,),
-}  # fmt: skip
+SECTIONS: dict[str, type] = {
+    "data": DataSection,
+    "optim": OptimSection,
+    "train": TrainSection,
+    "decode": DecodeSection,
+    "parallel": ParallelSection,
+}
+
+PLANNED: dict[str, tuple] = {
+    "cross_attention": ("top",),
+    "share_embeddings": ("all",),
+    "norm_type": ("layer", "rms"),
+    "norm": ("pre", "post"),
+    "decoder_norm": (None,),
+    "encoder_fusion": (None,),
+    "decoder_fusion": (None,),
+}
 """Key of the section `model` -> the values whose memory the planner can predict."""
 
 
-@dataclass(kw_only=True)
-class Recipe:
+def _budget(given: str) -> str:
+    """Text that `parse_bytes` reads."""
+    parse_bytes(given)
+    return given
+
+
+Budget = Annotated[str, pydantic.AfterValidator(_budget), Field(description="a size such as 24GiB")]
+TOP_FIELDS = [*DepthGrowingConfig.__annotations__]
+"""Fields of the config that only the top of a model that grows has."""
+
+Grow = TypedDict(
+    "Grow",
+    {"from": File | None, "model": Options, "optim": Options, "train": Options},
+    total=False,
+)
+pydantic.with_config(STRICT)(Grow)
+
+
+@checked("", RecipeError)
+class Recipe(Checked):
     """A whole training run: `deepfast.mt.training.train(recipe)`."""
 
     data: DataSection
     """Text, vocabulary and batches."""
-    model: dict[str, Any] = field(default_factory=dict)
+    model: Options = field(default_factory=dict)
     """Fields of the model's config. Also `kind`, one of deepfast.mt.models.KINDS, by default
     "transformer"; and for a transformer `size`, "base" or "big", which sets other defaults."""
     optim: OptimSection = field(default_factory=OptimSection)
     """Adam, its schedule, and the loss."""
     train: TrainSection = field(default_factory=TrainSection)
     """How long, how, and what to keep."""
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    """How the run's own translations are found, and those from its checkpoints."""
     parallel: ParallelSection = field(default_factory=ParallelSection)
     """How the ranks share the model, under torchrun."""
-    recompute: Literal[POLICIES] | None = None  # type: ignore[valid-type]
+    recompute: Annotated[str, one_of(POLICIES)] | None = None
     """What backward recomputes of each layer, one of `deepfast.memory.POLICIES`. None: "none", or
     what a plan chooses for `memory_budget`."""
-    memory_budget: str | None = None
+    memory_budget: Budget | None = None
     """A size such as "24GiB": a plan chooses what backward recomputes of each layer, so that a step
     fits into it."""
-    grow: dict[str, Any] | None = None
+    grow: Annotated[Grow, Field(description="keys and values")] | None = None
     """A second run puts layers on top of the first run's best checkpoint. The first run is in
     `output`/stage1, the second in `output`/stage2. All keys are optional:
 
@@ -79,50 +111,37 @@ class Recipe:
     model."""
 
     def __post_init__(self):
-        for key, kind in field_types(Recipe).items():
-            if key not in SECTIONS and key not in ("model", "grow"):
-                setattr(self, key, convert(key, getattr(self, key), kind))
         # Refuses a model that cannot be built, before any data is read.
-        config = self.model_config(vocab_size=8)
-        self._check_recompute(config)
-        if self.train.patience is not None and not self.data.validates:
-            raise RecipeError("train.patience: expected dev pairs to validate on, got none")
-        if self.train.validate_bleu and not self.data.validates:
-            raise RecipeError("train.validate_bleu: expected dev pairs to translate, got none")
-        if self.train.test_bleu and not self.data.tests:
-            raise RecipeError(
-                "train.test_bleu: expected test pairs to translate, got none: set "
-                "data.test_source=FILE and data.test_target=FILE, or train.test_bleu=false"
-            )
+        self._check_recompute(self.model_config(vocab_size=8))
+        expected = f"one of {', '.join(TOP_FIELDS)}: the first run decides everything else"
+        for key, value in ((self.grow or {}).get("model") or {}).items():
+            expect(key in TOP_FIELDS, f"grow.model.{key}", expected, value)
+        has = {"dev": self.data.validates, "test": self.data.tests}
+        for key, part in (("patience", "dev"), ("validate_bleu", "dev"), ("test_bleu", "test")):
+            given = getattr(self.train, key)
+            files = f"data.{part}_source=FILE and data.{part}_target=FILE"
+            expected = f"null or false without {part} pairs, which {files} add"
+            expect(has[part] or not given, f"train.{key}", expected, given)
 
     def _check_recompute(self, config: Any) -> None:
-        given = [name for name in ("recompute", "memory_budget") if getattr(self, name) is not None]
-        if not given:
+        name = "recompute" if self.memory_budget is None else "memory_budget"
+        if not self.saves_memory:
             return
-        name = given[-1]
-        expect(len(given) == 1, name, "null with recompute", self.memory_budget)
+        self.expect(None in (self.recompute, self.memory_budget), name, "null with recompute")
         stacks = isinstance(config, TransformerConfig)
-        expect(stacks, name, "null for a model without recompute policies", getattr(self, name))
+        self.expect(stacks, name, "null for a model without recompute policies")
         mixes = config.encoder_connection in MIXING
         named = ", ".join(name for name in POLICIES if mixes or name != "layer+input")
         if name == "recompute":
-            serves = (
-                self.recompute != "layer+input" or mixes or isinstance(config, DepthGrowingConfig)
-            )
+            serves = mixes or isinstance(config, DepthGrowingConfig)
             expected = f"one of {named}, if model.encoder_connection is {config.encoder_connection}"
-            expect(serves, name, expected, self.recompute)
-            return
-        unplanned = _not_planned(config)
-        expected = (
-            f"null {unplanned}, which the planner cannot predict; set recompute to one of {named}"
-        )
-        expect(unplanned is None, name, expected, self.memory_budget)
-        try:
-            parse_bytes(self.memory_budget)
-        except ValueError as error:
-            got = shown(self.memory_budget)
-            expected = "a size such as 24GiB, or null"
-            raise RecipeError(f"memory_budget: expected {expected}, got {got}") from error
+            self.expect(serves or self.recompute != "layer+input", name, expected)
+        else:
+            unplanned = _not_planned(config)
+            expected = (
+                f"null {unplanned}, which the planner cannot predict; set recompute to one of"
+            )
+            self.expect(unplanned is None, name, f"{expected} {named}")
 
     @property
     def saves_memory(self) -> bool:
@@ -146,18 +165,15 @@ class Recipe:
         """
         options = dict(self.model)
         name, size = options.pop("kind", "transformer"), options.pop("size", None)
-        expect(name in KINDS, "model.kind", f"one of {', '.join(KINDS)}", name)
+        expect(name in [*KINDS], "model.kind", f"one of {', '.join(KINDS)}", name)
         config = KINDS[name].Config
-        sizes = SIZES if name == "transformer" else {}
-        expected = f"one of {', '.join(sizes)} or null" if sizes else f"null for the kind {name}"
-        expect(size is None or size in sizes, "model.size", expected, size)
+        sizes = {None: config} | (SIZES if name == "transformer" else {})
+        words = ", ".join(each or "null" for each in sizes)
+        expect(size in [*sizes], "model.size", f"one of {words} for the kind {name}", size)
         known = {field.name for field in fields(config)}
-        unknown = sorted(options.keys() - (known - set(DERIVED_FIELDS)))
-        if unknown:
-            raise RecipeError(
-                f"model.{unknown[0]}: expected a field of {config.__name__} that the "
-                "vocabulary does not decide"
-            )
+        for key in DERIVED_FIELDS:
+            expect(key not in options, f"model.{key}", "no value: the vocabulary decides it",
+                   options.get(key))  # fmt: skip
         if self.data.separate:
             options["target_vocab_size"] = target_vocab_size or vocab_size
             if "share_embeddings" in known:
@@ -166,20 +182,14 @@ class Recipe:
                 expect(shared != "all", "model.share_embeddings", expected, shared)
         if languages and "languages" in known:
             options["languages"] = languages
-        make = sizes.get(size, config)
         try:
-            return make(vocab_size=vocab_size, padding_idx=padding_idx, **options)
+            return sizes[size](vocab_size=vocab_size, padding_idx=padding_idx, **options)
         except ValueError as error:
             raise RecipeError(f"model.{str(error).removeprefix(f'{config.__name__}: ')}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, as in a recipe file: lists for tuples."""
         return json.loads(json.dumps(asdict(self), default=str))
-
-
-SECTIONS: dict[str, type[Section]] = {
-    cls.name: cls for cls in (DataSection, OptimSection, TrainSection, ParallelSection)
-}
 
 
 def _not_planned(config: TransformerConfig) -> str | None:

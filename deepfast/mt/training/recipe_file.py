@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
-import itertools
-import math
-import reprlib
-import typing
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deepfast.checks import shown
 from deepfast.files import require
-from deepfast.mt.models import KINDS
-from deepfast.mt.models.interface import DERIVED_FIELDS
-from deepfast.mt.models.transformer_config import option_types
-from deepfast.mt.training.errors import CheckpointError, RecipeError
-from deepfast.mt.training.growing import BEST, FIRST, TOP_FIELDS, check_grow
+from deepfast.mt.training.errors import CheckpointError, RecipeError, expect
+from deepfast.mt.training.growing import BEST, FIRST, check_grow
 from deepfast.mt.training.recipe import SECTIONS, Recipe
-from deepfast.mt.training.sections import MaybeFile, convert, field_types
-
-
-def _known_types() -> dict[str, Any]:
-    """Dotted key -> type of its value, for every key that a recipe may hold."""
-    model: dict[str, Any] = {"kind": str, "size": str | None}
-    for each in KINDS.values():
-        model |= typing.get_type_hints(each.Config)
-    for name in ("dlcl", "top_dlcl", "latent", "fusion"):
-        options = option_types(name.removeprefix("top_"))
-        model |= {f"{name}.{key}": kind for key, kind in options.items()}
-    known = {f"model.{key}": kind for key, kind in model.items() if key not in DERIVED_FIELDS}
-    for name, cls in SECTIONS.items():
-        known |= {f"{name}.{key}": kind for key, kind in field_types(cls).items()}
-    known |= {k: v for k, v in field_types(Recipe).items() if k not in (*SECTIONS, "model", "grow")}
-    grown = ("optim.", "train.", *(f"model.{name}" for name in TOP_FIELDS))
-    known |= {f"grow.{key}": kind for key, kind in known.items() if key.startswith(grown)}
-    return known | {"grow.from": MaybeFile | None}
-
-
-KEYS = _known_types()
-
-MOST_BITS = 1000
-"""Of an integer in a recipe: a float holds it, and Python prints it."""
 
 MOST_VALUES = 10_000
 """Keys and values of a recipe, where an alias counts as all that it stands for."""
-
-NESTED = {key[:i] for key in KEYS for i, letter in enumerate(key) if letter == "."}
-"""Keys that hold further keys."""
+MOST_DIGITS = 1_000
+"""Of an integer; Python prints 4,300."""
 
 
 def recipe_names() -> dict[str, str]:
@@ -75,21 +45,18 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: there is no such recipe, its YAML cannot be read, a key is unknown, or a value
             has a wrong type or is out of range.
     """
-    tree, where = read_recipe_file(name)
+    tree, _ = read_recipe_file(name)
     # Only `deepfast mt sweep` reads it.
     tree.pop("sweep", None)
-    flat = _flatten(tree, where)
     for override in overrides:
-        where = f"{override:.100}"
-        key, equals, value = override.partition("=")
+        key, equals, text = override.partition("=")
         if not equals:
             raise RecipeError(f"{shown(override)}: expected key=value, such as optim.lr=2e-3")
-        changes = _flatten(_nested(key.strip(), _parse(value, where)), where)
-        # An empty section removes what the file has in it.
-        if not changes:
-            flat = {k: v for k, v in flat.items() if not k.startswith(f"{key.strip()}.")}
-        flat |= changes
-    return _build(flat)
+        value = parse_yaml(text, f"{override:.100}")
+        for part in reversed(key.strip().split(".")):
+            value = {part: value}
+        tree = _merged(tree, value)
+    return recipe_from_dict(tree)
 
 
 def read_recipe_file(name: str | Path) -> tuple[dict[str, Any], str]:
@@ -99,21 +66,30 @@ def read_recipe_file(name: str | Path) -> tuple[dict[str, Any], str]:
         RecipeError: there is no such recipe, or it does not hold keys and values in YAML.
     """
     text, where = _read(name)
-    tree = _parse(text, where)
-    if not isinstance(tree, dict):
-        raise RecipeError(f"{where}: expected keys and values, got {type(tree).__name__}")
+    tree = parse_yaml(text, where)
+    expect(isinstance(tree, dict), where, "keys and values", tree)
     return tree, where
 
 
 def recipe_from_dict(tree: dict[str, Any]) -> Recipe:
     """The inverse of `Recipe.to_dict`, with the same checks as a file."""
-    return _build(_flatten(tree, "recipe"))
+    values = {str(key): value for key, value in tree.items()}
+    for name, section in SECTIONS.items():
+        given = {} if values.get(name) is None else values[name]
+        expect(isinstance(given, dict), name, "keys and values", given)
+        values[name] = section(**{str(key): value for key, value in given.items()})
+    recipe = Recipe(**values)
+    check_grow(recipe)
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """A recipe as YAML, which `load_recipe` reads."""
-    yaml = require("yaml", "writing a recipe")
-    return yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
+    yaml = require("ruamel.yaml", "writing a recipe").YAML(typ="safe", pure=True)
+    yaml.default_flow_style = yaml.sort_base_mapping_type_on_output = False
+    text = io.StringIO()
+    yaml.dump(recipe.to_dict(), text)
+    return text.getvalue()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -121,9 +97,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     lines = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
-        # A section that is newer than the checkpoint changed nothing.
-        if key not in old and isinstance(after, dict) and not prefix:
-            continue
         if isinstance(before, dict) and isinstance(after, dict):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
@@ -154,9 +127,7 @@ def check_kept(recipe: Recipe, old: dict[str, Any], step: int, path: Path) -> No
     if recipe.grow and Path(recipe.grow["from"]) != Path(recipe.output).parent / FIRST / BEST:
         kept.append(("grow", "from"))
     for section, name in kept:
-        after = new[section][name]
-        # A key that is newer than the checkpoint changed nothing.
-        before = (old.get(section) or {}).get(name, after)
+        before, after = (old.get(section) or {}).get(name), new[section][name]
         ahead = name == "restart_step" and all(s is None or s >= step for s in (before, after))
         if before != after and not ahead:
             raise CheckpointError(
@@ -184,115 +155,51 @@ def _read(name: str | Path) -> tuple[str, str]:
     raise RecipeError(f"{name}: expected a recipe file or the name of a shipped recipe{hint}")
 
 
-def _parse(text: str, where: str) -> Any:
-    yaml = require("yaml", "reading a recipe")
+def parse_yaml(text: str, where: str) -> Any:
+    """A value of YAML 1.2, in which 1e-3 is a number and "no" is text.
+
+    Raises:
+        RecipeError: the text is not YAML, or its aliases stand for too many values.
+    """
+    yaml = require("ruamel.yaml", "reading a recipe")
+    # The directive %YAML 1.1 would make "no" false.
+    if re.search("^%", text, re.MULTILINE):
+        raise RecipeError(f"{where}: expected YAML without directives, got one that begins with %")
+    reader = yaml.YAML(typ="safe", pure=True)
     try:
-        return yaml.load(text, _loader(yaml))
-    except yaml.YAMLError as error:
+        _count(reader.compose(text))
+        return reader.load(text)
+    # The others are those of Python's functions for numbers and dates, which get the text.
+    except (yaml.YAMLError, LookupError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}" if mark else ""
         # An error about a character has no problem, and two lines.
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise RecipeError(f"{where}: expected YAML, got an error{at}: {problem}") from error
-    except RecursionError as error:
-        raise RecipeError(
-            f"{where}: expected keys and values, got too many nested levels"
-        ) from error
+        raise RecipeError(f"{where}: expected YAML, got an error{at}: {problem:.200}") from error
 
 
-def _loader(yaml: Any) -> Any:
-    """YAML's safe loader, which refuses what aliases make huge, and names a key that stands twice
-    and a value that its tag refuses."""
-
-    class Loader(yaml.SafeLoader):
-        def get_single_node(self):
-            node = super().get_single_node()
-            if node is not None and _expanded(node, {}) > MOST_VALUES:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"more than {MOST_VALUES} keys and values, with those of its aliases"
-                )
-            return node
-
-        def construct_mapping(self, node, deep=False):
-            seen = set()
-            # A tag can call anything a mapping; the safe loader refuses what is none.
-            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-                if not isinstance(key, yaml.ScalarNode):
-                    continue
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-        def construct_object(self, node, deep=False):
-            try:
-                value = super().construct_object(node, deep)
-            # What the safe loader's functions for tags raise for a text that does not fit.
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                kind = node.tag.rpartition(":")[2]
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{reprlib.repr(node.value)} is not a valid {kind}",
-                    problem_mark=node.start_mark,
-                ) from error
-            if isinstance(value, int) and value.bit_length() > MOST_BITS:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{reprlib.repr(node.value)} has too many digits",
-                    problem_mark=node.start_mark,
-                )
-            return value
-
-    return Loader
+def _count(node: Any) -> None:
+    """Refuses a tree of YAML with too many nodes, where an alias counts as all that it stands for,
+    so that what holds itself never ends; and integers that Python does not print."""
+    left, count = [node], 0
+    while left:
+        node = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} keys and values, with those of its aliases")
+        # The node of a mapping holds pairs, that of a scalar text.
+        below = node if isinstance(node, tuple) else getattr(node, "value", None)
+        if isinstance(below, (tuple, list)):
+            left += below
+        elif node is not None and node.tag.endswith(":int") and len(below) > MOST_DIGITS:
+            raise ValueError(f"an integer of {len(below)} digits")
 
 
-def _expanded(node: Any, sizes: dict[int, float]) -> float:
-    """Keys and values at and below a node of YAML, where an alias counts as all that it stands for;
-    infinity for a node inside itself."""
-    if id(node) not in sizes:
-        sizes[id(node)] = math.inf
-        # The value of a scalar is text, that of a mapping has pairs.
-        below = [] if isinstance(node.value, str) else node.value
-        nodes = itertools.chain(*(each if isinstance(each, tuple) else [each] for each in below))
-        sizes[id(node)] = 1 + sum(_expanded(each, sizes) for each in nodes)
-    return sizes[id(node)]
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def _flatten(tree: dict, where: str, prefix: str = "") -> dict[str, Any]:
-    """Nested keys to dotted ones; refuses unknown keys and values of a wrong type."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in NESTED:
-            if value is not None and not isinstance(value, dict):
-                raise RecipeError(f"{where}: {key}: expected keys and values, got {shown(value)}")
-            if value is not None:
-                flat |= _flatten(value, where, f"{key}.") if value else {key: {}}
-        elif key not in KEYS:
-            key = f"{key:.100}"
-            near = difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
-            raise RecipeError(f"{where}: unknown key {key}, the nearest known key is {near}")
-        else:
-            flat[key] = convert(key, value, KEYS[key])
-    return flat
-
-
-def _build(flat: dict[str, Any]) -> Recipe:
-    tree: dict[str, Any] = {}
-    # Short keys first: an empty section comes before the keys that an override puts into it.
-    for key in sorted(flat, key=lambda key: key.count(".")):
-        place = tree
-        *path, name = key.split(".")
-        for section in path:
-            place = place.setdefault(section, {})
-        place[name] = flat[key]
-    sections: dict[str, Any] = {name: cls(**tree.pop(name, {})) for name, cls in SECTIONS.items()}
-    recipe = Recipe(**sections, **tree)
-    check_grow(recipe)
-    return recipe
+def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A tree with changes. An empty section removes what the tree has in it."""
+    found = dict(tree)
+    for key, value in changes.items():
+        there = found.get(key)
+        both = isinstance(there, dict) and isinstance(value, dict) and value
+        found[key] = _merged(there, value) if both else value
+    return found

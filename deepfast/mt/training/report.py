@@ -1,28 +1,32 @@
-"""The output of a run: lines or a bar for people, JSON lines and TensorBoard for programs, and how
-it ended."""
+"""The output of a run: lines for people, JSON lines and TensorBoard for programs, its result."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
 import os
-import sys
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 from deepfast.files import write_atomically
+from deepfast.machine import environment
 from deepfast.memory.units import format_bytes
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.ranks import Ranks
 
-METRICS, LOGS = "metrics.jsonl", "logs"
+METRICS, LOGS, RESULT = "metrics.jsonl", "logs", "result.json"
 LAST_EVENTS = ("average", "test")
 """Events that a finished run logs at its last step."""
+MACHINE = ("date", "cpu", "system", "torch", "deepfast", "commit")
+"""What a result says of the machine."""
 
 
 @dataclass(kw_only=True)
@@ -37,6 +41,8 @@ class TrainResult:
     """"max_steps", "max_minutes", "patience", or one of `SIGNALS`."""
     seconds: float
     """Wall time, including the time before resuming."""
+    parameters: int
+    """All of the model, with frozen ones."""
     checkpoint: Path | None
     """The newest checkpoint, from which a run resumes."""
     best: Path | None
@@ -49,6 +55,13 @@ class TrainResult:
     """Its dev NLL, nats per target token."""
     test_bleu: float | None = None
     """BLEU of the test part, 0 to 100; with several languages their mean."""
+    peak_bytes: int | None = None
+    """The highest resident memory of the process; on a GPU that of torch's allocator."""
+    bleu_signature: str | None = None
+    """sacrebleu's signature of `test_bleu`."""
+    sentences: str | None = None
+    """`sentence_counts` of the translated test part; None with several languages, whose mean BLEU
+    no sums of sentences give."""
 
     @property
     def for_translation(self) -> Path:
@@ -58,6 +71,47 @@ class TrainResult:
         ):
             return self.average
         return self.best or self.checkpoint
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of this result, and its speed: the median seconds of a step, and the most
+        target tokens a second, which other work on the machine disturbed least."""
+        rows = [row for row in read_metrics(self.output) if row["event"] == "train"]
+        steps = [
+            (later["seconds"] - row["seconds"]) / (later["step"] - row["step"])
+            for row, later in itertools.pairwise(rows)
+        ]
+        speeds = [row["target_tokens_per_second"] for row in rows]
+        plain = {key: value for key, value in vars(self).items() if not isinstance(value, Path)}
+        return plain | {
+            "step_seconds": statistics.median(steps) if steps else None,
+            "target_tokens_per_second": max(speeds, default=None),
+        }
+
+
+def write_result(folder: Path, found: dict[str, Any]) -> None:
+    """Writes how a command has ended, and on which machine, into its output folder: a line for each
+    key of `TrainResult.summary`, or ``diverged`` with the reason."""
+    machine = {key: value for key, value in environment().items() if key in MACHINE}
+    text = json.dumps(found | {"machine": machine}, indent=1)
+    write_atomically(folder / RESULT, f"{text}\n".encode())
+
+
+FORMATS = {
+    "predicted_bytes": lambda size: f"{format_bytes(size)} predicted",
+    "measured_bytes": lambda size: f"{format_bytes(size)} measured",
+    "policies": "{}".format,
+    "loss": "loss {:.4f}".format,
+    "nll": "nll {:.4f} nats".format,
+    "ppl": "ppl {:.2f}".format,
+    "accuracy": "accuracy {:.1%}".format,
+    "bleu": "BLEU {:.2f}".format,
+    "lr": "lr {:.2e}".format,
+    "grad_norm": "grad {:.2f}".format,
+    "target_tokens_per_second": "{:,.0f} target tok/s".format,
+    "source_tokens_per_second": "{:,.0f} source tok/s".format,
+    "memory_bytes": format_bytes,
+}
+"""How a line for people shows a value, by its key."""
 
 
 class Report:
@@ -88,19 +142,14 @@ class Report:
             quiet: print nothing.
         """
         ranks = ranks or Ranks()
-        quiet, tensorboard = quiet or not ranks.first, tensorboard and ranks.first
-        self.quiet, self.path = quiet, folder / METRICS
+        self.total_steps, self.path = total_steps, folder / METRICS
+        self.quiet = quiet or not ranks.first
         self._own = None if ranks.alone else _opened(folder / LOGS / f"rank-{ranks.rank}.log")
-        self._stream = None
+        self._stream = self._board = None
         if ranks.first:
-            lost = _cut_after(self.path, first_step)
+            _cut_after(self.path, first_step)
             self._stream = _opened(self.path)
-        self._board = _tensorboard(folder, first_step) if tensorboard else None
-        self._bar = None if quiet or not sys.stdout.isatty() else _bar(total_steps, first_step)
-        if ranks.first and lost:
-            self.say(f"{self.path}: {lost}")
-        if tensorboard and self._board is None:
-            self.say("tensorboard is not installed: metrics go to metrics.jsonl alone")
+            self._board = _tensorboard(folder, first_step) if tensorboard else None
 
     def say(self, line: str) -> None:
         """One line for people."""
@@ -108,10 +157,7 @@ class Report:
         if self.quiet:
             return
         try:
-            if self._bar is not None:
-                self._bar.console.print(line, markup=False, highlight=False)
-            else:
-                print(line, flush=True)
+            print(line, flush=True)
         except OSError as error:
             # A pipe or a terminal was closed, or a disk is full. The results are files.
             self.quiet = True
@@ -132,12 +178,17 @@ class Report:
         Raises:
             TrainingError: the file of metrics was removed or replaced.
         """
-        if self._stream is not None and not _is_at(self._stream, self.path):
-            raise TrainingError(
-                f"{self.path}: expected the file that this run writes, got "
-                f"{'another one' if self.path.exists() else 'none'}: it or its folder was removed "
-                "or replaced during the run"
-            )
+        if self._stream is None:
+            return
+        got = "none"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat()):
+                return
+            got = "another one"
+        raise TrainingError(
+            f"{self.path}: expected the file that this run writes, got {got}: it or its folder was "
+            "removed or replaced during the run"
+        )
 
     def sync(self) -> None:
         """Like `check`, and brings the metrics to the disk, before a checkpoint that follows them.
@@ -151,8 +202,8 @@ class Report:
                 os.fsync(self._stream.fileno())
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
-        """One object for programs, and one line or an update of the bar for people."""
-        row = {"event": event, "seconds": round(seconds, 3)} | row
+        """One object for programs, and one line for people."""
+        row = {"event": event, "seconds": round(seconds, 3), **row}
         # JSON has neither NaN nor infinity, which a perplexity may reach.
         plain = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
@@ -168,26 +219,18 @@ class Report:
                         self._board.add_scalar(f"{event}{end}", each, row["step"])
                 self._board.flush()
         line = describe(row)
-        if event == "train" and self._bar is not None:
-            self.note(line)
-            self._bar.update(self._bar.task_ids[0], completed=row["step"], line=line)
-        else:
-            self.say(line)
+        if event == "train" and self.total_steps is not None:
+            left = seconds / row["step"] * (self.total_steps - row["step"])
+            line += f", {timedelta(seconds=round(left))} left"
+        self.say(line)
 
     def close(self) -> None:
-        """Ends the bar and closes the files; may be called more than once."""
-        # On a full disk or a closed terminal this fails again and would hide the first error.
-        for stream in (self._stream, self._own):
+        """Closes the files; may be called more than once."""
+        for stream in (self._stream, self._own, self._board):
+            # On a full disk this fails again and would hide the first error.
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.stop()
-            self._bar = None
 
 
 def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
@@ -216,43 +259,18 @@ def _writing(path: object) -> Iterator[None]:
         raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _is_at(stream: TextIO, path: Path) -> bool:
-    """Whether the path still names the open file."""
-    try:
-        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def describe(row: dict[str, Any]) -> str:
     """A row of metrics as one line with units."""
-    head = f"step {row['step']:>6}"
-    if row["event"] == "memory":
-        predicted, measured = (format_bytes(row[f"{k}_bytes"]) for k in ("predicted", "measured"))
-        return f"{head}  memory {predicted} predicted, {measured} measured, {row['policies']}"
-    if row["event"] != "train":
-        parts = []
-        if "nll" in row:
-            parts.append(f"nll {row['nll']:.4f} nats, ppl {row['ppl']:.2f}")
-            parts.append(f"accuracy {row['accuracy']:.1%}")
-        if "bleu" in row:
-            each = [f"{k.removeprefix('bleu_')} {row[k]:.2f}" for k in row if k.startswith("bleu_")]
-            parts.append(f"BLEU {row['bleu']:.2f}" + (f" ({', '.join(each)})" if each else ""))
-        if row.get("best"):
-            parts.append("best so far")
-        if "of" in row:
-            parts.append(f"of {row['of']}")
-        return f"{head}  {row['event']} {', '.join(parts)}"
-    accuracy = f"accuracy {row['accuracy']:.1%}  " if "accuracy" in row else ""
-    depths = [f"{key.replace('_', ' ')} {row[key]:.1f}  " for key in row if key.endswith("_depth")]
-    return (
-        f"{head}  loss {row['loss']:.4f}  nll {row['nll']:.4f} nats  ppl {row['ppl']:.2f}  "
-        f"{accuracy}{''.join(depths)}"
-        f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  "
-        f"{row['target_tokens_per_second']:,.0f} target tok/s  "
-        f"{row['source_tokens_per_second']:,.0f} source tok/s  "
-        f"{row['memory_bytes'] / 2**20:,.0f} MiB  {row['seconds']:.0f} s"
-    )
+    parts = [show(row[key]) for key, show in FORMATS.items() if key in row]
+    for key, value in row.items():
+        if key.startswith("bleu_"):
+            parts.append(f"{key.removeprefix('bleu_')} {value:.2f}")
+        elif key.endswith("_depth"):
+            parts.append(f"{key.replace('_', ' ')} {value:.1f}")
+    parts += ["best so far"] if row.get("best") else []
+    parts += [f"of {row['of']}"] if "of" in row else []
+    parts += [f"{row['seconds']:.0f} s"] if row["event"] == "train" else []
+    return f"step {row['step']:>6}  {row['event']} {', '.join(parts)}"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -263,46 +281,36 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / METRICS
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise TrainingError(f"{path}: expected lines of metrics, got other bytes") from error
     return [row for line in lines if (row := _row(line)) is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A line of metrics; None for one cut short when the run was killed."""
+    """A line of metrics; None for one that a killed run or a crash has cut short or damaged."""
     try:
         row = json.loads(line)
-        return row if {"event", "step"} <= row.keys() else None
-    except (ValueError, AttributeError, RecursionError):
+        return row if isinstance(row["event"], str) and isinstance(row["step"], int) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
-def _cut_after(path: Path, step: int) -> str | None:
-    """Removes rows that will be logged again: those after `step`, and the last ones of a finished
-    run. Returns what is missing before them, in words."""
+def _cut_after(path: Path, step: int) -> None:
+    """Removes rows that will be logged again: those after ``step``, and the last ones of a finished
+    run."""
     if not path.exists():
-        # A run that resumes in a new folder has none.
-        again = step and any(path.parent.glob("step-*"))
-        return f"the file was removed, and the rows of steps 1 to {step} with it" if again else None
-    kept, damaged = [], 0
-    # A line that a crash has damaged may hold any bytes; no JSON comes of it.
-    lines = path.read_text("utf-8", "replace").splitlines()
-    for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None or not isinstance(row["step"], int):
-            # The last line may be one that a killed run has begun.
-            damaged += number < len(lines)
-            continue
-        if 0 < step >= row["step"] + (row["event"] in LAST_EVENTS):
-            kept.append(line + "\n")
+        return
+    kept = [
+        line + "\n"
+        for line in path.read_text("utf-8", "replace").splitlines()
+        if (row := _row(line)) and 0 < step >= row["step"] + (row["event"] in LAST_EVENTS)
+    ]
     write_atomically(path, "".join(kept).encode())
-    return f"{damaged} damaged lines were removed" if damaged else None
 
 
-def _tensorboard(folder: Path, first_step: int):
+def _tensorboard(folder: Path, first_step: int) -> Any:
+    """The writer of events; None where the package is not installed."""
     # Keeps TensorFlow quiet, which TensorBoard imports where it is installed.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -310,15 +318,3 @@ def _tensorboard(folder: Path, first_step: int):
     except ImportError:
         return None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-
-
-def _bar(total_steps: int | None, first_step: int):
-    """A progress bar on the terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
-    )
-    bar.add_task("", total=total_steps, completed=first_step, line="")
-    bar.start()
-    return bar

@@ -7,55 +7,50 @@ is `Trainer.train_step`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepfast.files import write_atomically
 from deepfast.memory.units import format_bytes
-from deepfast.mt.data import subwords
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import write_lines
 from deepfast.mt.models import TranslationModel
 from deepfast.mt.models.checkpoint import load_model
-from deepfast.mt.training.corpus import Corpus, by_language, load_corpus
+from deepfast.mt.training import norms_table
+from deepfast.mt.training.corpus import Corpus, load_corpus
 from deepfast.mt.training.environment import (
     SIGNALS,
     StopSignal,
-    give_back_large_blocks,
     peak_bytes,
     release_freed_memory,
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import (
-    CheckpointError,
-    NotFiniteError,
-    OtherRankError,
-    RecipeError,
-    TrainingError,
-)
+from deepfast.mt.training.errors import CheckpointError, NotFiniteError, TrainingError
 from deepfast.mt.training.failed_step import check_weights
 from deepfast.mt.training.growing import read_bottom, runs, stage
 from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.parallel import is_sharded
-from deepfast.mt.training.ranks import Ranks, restarts, run_ranks
+from deepfast.mt.training.ranks import Ranks, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import check_kept, differences, dump_recipe
-from deepfast.mt.training.report import Report, TrainResult
+from deepfast.mt.training.report import RESULT, Report, TrainResult, read_metrics, write_result
 from deepfast.mt.training.run_folder import (
     BEST,
     checkpoint_to_resume,
     intact_instead,
     new_folder,
     only_run,
-    step_checkpoints,
+    read_start,
 )
-from deepfast.mt.training.saving import Saving, read_start
+from deepfast.mt.training.saving import Saving
 from deepfast.mt.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from deepfast.mt.training.bleu import Translated
 
 TRANSLATED = "test.txt"
 """The translations of the test part, a line for each sentence."""
@@ -76,89 +71,85 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         RuntimeError: the loss is not finite, or the folder cannot be written.
     """
     recipe.data.check_text()
+    if recipe.train.validate_bleu or recipe.train.test_bleu:
+        from deepfast.mt.search.score import require_tokenizer, tokenizer_of
+
+        require_tokenizer(tokenizer_of(recipe.data.target_language))
     with (
         run_ranks(resolve_device(recipe.train.device), recipe.parallel.timeout) as ranks,
         only_run(Path(recipe.output)) if ranks.first else nullcontext(),
     ):
-        _check_same(recipe, ranks)
-        recipe = ranks.by_first(lambda: _continued(recipe))
+        # All ranks train the recipe of the first one.
         parts = ranks.by_first(lambda: runs(recipe))
         for part in parts:
             # Checked for the second run too, before the first begins.
             resolve_device(part.train.device)
-        for part in parts:
-            with settings(part.train):
-                try:
-                    run = _Run(part, quiet, stage(recipe, part), ranks)
-                except CheckpointError as error:
-                    more = intact_instead(Path(part.output)) if part.resume is True else ""
-                    raise CheckpointError(f"{error}{more}") from error
-                result = run.go()
-                # DDP goes before its process group. Freed last, it would close the group while it
-                # holds Python's lock, for which a thread of the group may wait: torch 2.13 then
-                # hangs.
-                del run
-            if result.stopped in SIGNALS:
-                break
+        folder = Path(recipe.output)
+        try:
+            for part in parts:
+                result = _one_run(part, quiet, stage(recipe, part), ranks, folder / RESULT)
+                if result.stopped in SIGNALS:
+                    return result
+        except NotFiniteError as error:
+            if ranks.first:
+                write_result(folder, {"diverged": str(error)})
+            raise
+        if ranks.first:
+            write_result(folder, result.summary())
         return result
 
 
-def _check_same(recipe: Recipe, ranks: Ranks) -> None:
-    """Refuses ranks with different recipes; the one with another recipe than the first says so.
-
-    Raises:
-        RecipeError: this rank's recipe is another one.
-        OtherRankError: that of another rank is.
-    """
-    first, *others = ranks.objects(recipe.to_dict())
-    for rank, other in enumerate(others, 1):
-        if changes := differences(first, other):
-            text = f"expected the recipe of rank 0, got another one ({', '.join(changes[:3])})"
-            raise (
-                RecipeError(text) if rank == ranks.rank else OtherRankError(f"rank {rank}: {text}")
-            )
-
-
-def _continued(recipe: Recipe) -> Recipe:
-    """The recipe that resumes, where torchrun has started the ranks again."""
-    path = isinstance(recipe.resume, str) and not step_checkpoints(recipe.output)
-    return recipe if not restarts() or path else replace(recipe, resume=True)
+def _one_run(
+    recipe: Recipe, quiet: bool, stage: str | None, ranks: Ranks, ended: Path
+) -> TrainResult:
+    """One run from its first step, or the step that it resumes from, to its last. At its return DDP
+    is freed, before its process group: the other way round torch 2.13 hangs."""
+    with settings(recipe.train):
+        try:
+            run = _Run(recipe, quiet, stage, ranks)
+        except CheckpointError as error:
+            more = intact_instead(Path(recipe.output)) if recipe.resume is True else ""
+            raise CheckpointError(f"{error}{more}") from error
+        if ranks.first:
+            # That of an earlier end. A run that is refused leaves it.
+            ended.unlink(missing_ok=True)
+        return run.go()
 
 
 class _Run:
     """One run: when to log, validate, save and stop."""
 
     def __init__(self, recipe: Recipe, quiet: bool, stage: str | None, ranks: Ranks):
-        self.recipe, self.section, self.stage = recipe, recipe.train, stage
+        self.recipe, self.section = recipe, recipe.train
         self.folder, self.ranks = Path(recipe.output), ranks
         device = resolve_device(recipe.train.device)
-        self.saved: Path | None = ranks.by_first(
-            lambda: checkpoint_to_resume(recipe.output, recipe.resume)
-        )
-        content = read_start(self.saved, ranks) if self.saved else None
+        saved = ranks.by_first(lambda: checkpoint_to_resume(recipe.output, recipe.resume))
+        content = read_start(saved) if saved else None
         if content is not None:
-            check_kept(recipe, content["recipe"], content["step"], self.saved)
+            check_kept(recipe, content["recipe"], content["step"], saved)
         # A checkpoint of this run already holds the bottom.
         bottom = None if content else read_bottom(recipe)
-        self.grows_on: str | None = None
-        """The checkpoint that a new run grows on, in words."""
         with new_folder(self.folder) if ranks.first else nullcontext():
             corpus = self._corpus(content or bottom)
             self.trainer = Trainer(recipe, corpus, device, ranks, bottom)
-            if bottom is not None:
-                self.grows_on = f"{recipe.grow['from']}, of step {bottom['step']}"
         self.saving = Saving(self.folder, self.trainer, self.section)
-        self.signalled: int | None = None
-        """The rank that got the signal."""
-        self.measured: int | None = None
-        """Peak bytes of the trial step."""
-        self.changed: list[str] = []
+        self.title = [stage] if stage else []
+        self.start: list[str] = []
+        """From where the run starts, in words."""
+        if bottom is not None:
+            self.start.append(f"grows on {recipe.grow['from']}, of step {bottom['step']}")
         if content is not None:
-            more = self.saving.restore(content, self.saved)
+            changed = self.saving.restore(content, saved)
             before = content["recipe"] | {"resume": recipe.resume}
-            self.changed = differences(before, recipe.to_dict()) + more
+            changed = differences(before, recipe.to_dict()) + changed
+            self.start.append(f"resumed from {saved} at step {self.trainer.step}")
+            self.start += [f"      changed since: {line}" for line in changed]
+        elif recipe.resume is True:
+            self.start.append(f"nothing to resume in {recipe.output}: from the first step")
         # Not before it was read: it may be damaged.
-        ranks.saved = self.saved
+        ranks.saved = saved
+        self.signalled = ""
+        """The rank that got the signal, in words."""
         self.report = Report(
             self.folder,
             total_steps=self.section.max_steps,
@@ -171,7 +162,7 @@ class _Run:
 
     def _corpus(self, start: dict[str, Any] | None) -> Corpus:
         """The text; the first rank learns the vocabulary for all."""
-        given = subwords(start["vocabulary"]) if start else None
+        given = Vocabulary.from_bytes(start["vocabulary"]) if start else None
         seed, data = self.section.seed, self.recipe.data
         first: list[Corpus] = []
 
@@ -182,7 +173,7 @@ class _Run:
         learned = self.ranks.by_first(learn)
         if first:
             return first[0]
-        return load_corpus(data, seed=seed, folder=None, vocabulary=subwords(learned))
+        return load_corpus(data, seed=seed, folder=None, vocabulary=Vocabulary.from_bytes(learned))
 
     @property
     def seconds(self) -> float:
@@ -199,16 +190,13 @@ class _Run:
                 if not self.saving.has_step():
                     self._save()
             if stopped in SIGNALS:
-                on = "" if self.signalled is None else f" on rank {self.signalled}"
                 self.report.say(
-                    f"{stopped}{on}: stopped after step {self.trainer.step}; continue from "
-                    f"{self.saved} with resume=true"
+                    f"{stopped}{self.signalled}: stopped after step {self.trainer.step}; continue "
+                    f"from {self.ranks.saved} with resume=true"
                 )
                 return self._result(stopped)
-            peak = f"peak memory {format_bytes(peak_bytes(self.trainer.device))}"
-            if self.measured is not None:
-                peak = f"peak of live tensors {format_bytes(self.measured)}, process {peak}"
-            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, {peak}")
+            peak = format_bytes(peak_bytes(self.trainer.device))
+            self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, peak memory {peak}")
             return self._finish(stopped)
         except BaseException as error:
             # What stopped the run, such as a full disk, may stop its log too.
@@ -219,53 +207,36 @@ class _Run:
             self.report.close()
 
     def _introduce(self) -> None:
-        trainer, say = self.trainer, self.report.say
+        trainer = self.trainer
         if self.ranks.first:
             write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
             trainer.corpus.vocabulary.save(self.folder / "vocabulary.model")
-        for line in (*([self.stage] if self.stage else []), *trainer.corpus.summary):
-            say(line)
         total, trainable = (
             sum(p.numel() for p in group)
             for group in (trainer.model.parameters(), trainer.parameters)
         )
-        count = f"{total:,} parameters"
-        if trainable < total:
-            count += f", {trainable:,} of them trainable"
-        say(
-            f"model {trainer.model.describe()}, {count}, {trainer.device}, "
+        frozen = f", {trainable:,} of them trainable" if trainable < total else ""
+        kind = "fsdp" if is_sharded(trainer.loss) else "ddp"
+        ranks = [] if self.ranks.alone else [f"{self.ranks.size} ranks, {kind}"]
+        model = (
+            f"model {trainer.model.describe()}, {total:,} parameters{frozen}, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
-        if not self.ranks.alone:
-            kind = "fsdp" if is_sharded(trainer.loss) else "ddp"
-            say(f"{self.ranks.size} ranks, {kind}")
-        if self.grows_on is not None:
-            say(f"grows on {self.grows_on}")
-        if trainer.step:
-            say(f"resumed from {self.saved} at step {trainer.step}")
-            for line in self.changed:
-                say(f"      changed since: {line}")
-        elif self.recipe.resume is True:
-            say(f"nothing to resume in {self.recipe.output}: from the first step")
+        for line in (*self.title, *trainer.corpus.summary, model, *ranks, *self.start):
+            self.report.say(line)
 
     def _fit_memory(self) -> None:
-        if not self.recipe.saves_memory:
-            return
-        if not self.recipe.planned():
-            # A policy given by name, without a prediction.
+        if self.recipe.recompute is not None:
             set_policy(self.trainer.model, self.recipe.recompute)
-            return
-        if self.trainer.device.type == "cpu":
-            give_back_large_blocks()
-        row = fit_memory(self.trainer, self.report.say)
-        self.measured = row["measured_bytes"]
-        self.report.log("memory", row, seconds=self.seconds)
+        elif self.recipe.memory_budget is not None:
+            row = fit_memory(self.trainer, self.report.say)
+            self.report.log("memory", row, seconds=self.seconds)
 
     def _loop(self, signal: StopSignal) -> str:
         """Trains until a limit or a signal stops it, and returns which."""
         trainer, section = self.trainer, self.section
         while (stopped := self._stopped(signal)) is None:
-            self._finite(trainer.train_step)
+            trainer.train_step()
             if self.recipe.saves_memory and trainer.device.type == "cpu":
                 release_freed_memory()
             # The first step tells how gradients are at the start.
@@ -277,25 +248,13 @@ class _Run:
                 self._save()
         return stopped
 
-    def _finite(self, work: Callable[[], None]) -> None:
-        """Does the work; where it meets a value that is not finite, names the last checkpoint."""
-        try:
-            work()
-        except NotFiniteError as error:
-            if not self.ranks.alone:
-                raise
-            raise NotFiniteError(f"{error}; last checkpoint: {self.saved or 'none'}") from error
-
     def _stopped(self, signal: StopSignal) -> str | None:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
-        if self.ranks.alone:
-            return signal.name or self._due(self.seconds)
         names = list(SIGNALS)
-        mine = names.index(signal.name) if signal.name else -1
-        rows = self.ranks.rows(mine, self.seconds)
+        rows = self.ranks.rows(names.index(signal.name) if signal.name else -1, self.seconds)
         for rank, (number, _) in enumerate(rows):
             if number >= 0:
-                self.signalled = rank
+                self.signalled = "" if self.ranks.alone else f" on rank {rank}"
                 return names[int(number)]
         return self._due(rows[0][1])
 
@@ -325,12 +284,12 @@ class _Run:
         trainer = self.trainer
         if not trainer.corpus.dev_batches:
             return
-        self._finite(lambda: check_weights(trainer))
+        check_weights(trainer)
         found = trainer.validate()
         best = trainer.record(found.nll)
         row: dict[str, Any] = {"step": trainer.step} | found.row
         if self.section.validate_bleu:
-            row |= self._bleu(trainer.whole_model(), trainer.corpus.dev)[0]
+            row |= self._translated(trainer.whole_model(), trainer.corpus.dev).row
         self.report.log("valid", row | {"best": best}, seconds=self.seconds)
         if best:
             trainer.seconds = self.seconds
@@ -338,38 +297,19 @@ class _Run:
 
     def _save(self) -> None:
         self.report.sync()
-        self._finite(lambda: check_weights(self.trainer))
+        check_weights(self.trainer)
         self.trainer.seconds = self.seconds
-        self.saved = self.ranks.saved = self.saving.step()
+        self.ranks.saved = self.saving.step()
 
-    def _bleu(
-        self, model: TranslationModel, pairs: list[tuple[str, str]]
-    ) -> tuple[dict[str, float], list[str]]:
-        """BLEU, 0 to 100; with several languages also that of each, and the first is their mean.
-        With the translations."""
+    def _translated(self, model: TranslationModel, pairs: list[tuple[str, str]]) -> Translated:
         # Imported here, because training without BLEU needs no search.
-        from deepfast.mt.search import bleu, translate_lines
+        from deepfast.mt.training.bleu import translated
 
-        corpus = self.trainer.corpus
-        lines, references = zip(*pairs, strict=True)
-        model.eval()
-        rank, size = self.ranks.rank, self.ranks.size
-        mine = lines[rank::size]
-        translated = translate_lines(model, corpus.vocabulary, mine) if mine else []
-        outputs = [""] * len(lines)
-        for other, part in enumerate(self.ranks.objects(translated)):
-            outputs[other::size] = part
-        if not corpus.languages:
-            return {"bleu": bleu(outputs, references).bleu}, outputs
-        each = {
-            f"bleu_{name}": bleu([outputs[i] for i in own], [references[i] for i in own]).bleu
-            for name, own in by_language(pairs).items()
-        }
-        return {"bleu": sum(each.values()) / len(each)} | each, outputs
+        return translated(model, pairs, self.recipe, self.trainer.corpus, self.ranks)
 
     def _finish(self, stopped: str) -> TrainResult:
         """Averages checkpoints; translates the test part with the better of average and best, into
-        the file `TRANSLATED`."""
+        the file `TRANSLATED`; prints the norms of the layers' gradients."""
         result, trainer, corpus = self._result(stopped), self.trainer, self.trainer.corpus
         step = {"step": trainer.step}
         if self.section.average_last:
@@ -383,11 +323,16 @@ class _Run:
         if self.section.test_bleu:
             path = result.for_translation
             model, _ = load_model(path, trainer.device)
-            scores, lines = self._bleu(model, corpus.test)
+            test = self._translated(model, corpus.test)
             if self.ranks.first:
-                write_lines(self.folder / TRANSLATED, lines)
-            result.test_bleu = scores["bleu"]
-            self.report.log("test", step | scores | {"of": path.name}, seconds=self.seconds)
+                write_lines(self.folder / TRANSLATED, test.lines)
+            result.test_bleu = test.row["bleu"]
+            result.bleu_signature, result.sentences = test.signature, test.sentences
+            self.report.log("test", step | test.row | {"of": path.name}, seconds=self.seconds)
+        if self.ranks.first:
+            for line in norms_table.lines(read_metrics(self.folder)):
+                self.report.say(line)
+        result.peak_bytes = peak_bytes(trainer.device)
         return result
 
     def _result(self, stopped: str) -> TrainResult:
@@ -397,7 +342,8 @@ class _Run:
             step=self.trainer.step,
             stopped=stopped,
             seconds=self.seconds,
-            checkpoint=self.saved,
+            parameters=sum(p.numel() for p in self.trainer.model.parameters()),
+            checkpoint=self.ranks.saved,
             best=self.folder / BEST if best else None,
             best_nll=self.trainer.best_nll if best else None,
         )

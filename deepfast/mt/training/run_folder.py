@@ -9,16 +9,18 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from deepfast.files import make_folder
-from deepfast.mt.training.checkpoint import load_checkpoint
-from deepfast.mt.training.errors import CheckpointError, TrainingError
+from deepfast.mt.models.checkpoint import CheckpointError, load_checkpoint
+from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.report import METRICS
 
-STEP_FILE = "step-{:08d}.pt"
+STEP = "step-{:08d}"
+"""The folder of a step."""
 BEST, AVERAGE = "best.pt", "average.pt"
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -90,11 +92,8 @@ def _release(lock: FileLock, made: os.stat_result) -> None:
 
 def step_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of a run by step, oldest first, without best and average."""
-    # Only digits: a copy that the user named step-00001000-good.pt must not be pruned. A folder has
-    # no suffix.
-    digits = "[0-9]" * 8
-    found = [*Path(folder).glob(f"step-{digits}.pt"), *Path(folder).glob(f"step-{digits}")]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    # Only digits: a copy that the user named step-00001000-good must not be pruned.
+    return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
 def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -> list[Path]:
@@ -104,42 +103,36 @@ def newest_checkpoints(folder: str | os.PathLike[str], count: int, every: int) -
     resumed run keeps and averages the same checkpoints as an uninterrupted one.
     """
     paths = step_checkpoints(folder)
-    planned = [path for path in paths[:-1] if step_of(path) % every == 0]
-    # A step may have both a file and a folder.
-    by_step = {step_of(path): path for path in (*planned, *paths[-1:])}
-    return [*by_step.values()][-count:]
+    return [*(path for path in paths[:-1] if step_of(path) % every == 0), *paths[-1:]][-count:]
 
 
 def prune(folder: str | os.PathLike[str], keep: int, every: int = 1) -> None:
-    """Remove checkpoints that neither resuming nor `newest_checkpoints` of `keep` will need."""
+    """Removes checkpoints that neither resuming nor `newest_checkpoints` of `keep` will need."""
     paths = step_checkpoints(folder)
-    planned = sorted({step for path in paths if (step := step_of(path)) % every == 0})
+    planned = [path for path in paths if step_of(path) % every == 0][-keep:]
     for path in paths[:-1]:
-        if step_of(path) in planned[-keep:]:
-            continue
-        if path.is_dir():
+        if path not in planned:
             # Half a folder must not look like a checkpoint.
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.gone")))
-        else:
-            path.unlink()
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.part")))
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removeprefix("step-"))
 
 
 def recover(folder: Path) -> None:
-    """Repairs the folder of a run that was killed while it wrote a checkpoint: restores the old
-    checkpoint if the new one was not moved into its place, and removes partial files."""
+    """Repairs the folder of a run that was killed while it wrote or removed a checkpoint: restores
+    the old checkpoint where the new one was not moved into its place, and removes what is partial.
+    """
     for old in folder.glob(".step-*.old"):
         path = old.with_name(old.name[1:].removesuffix(".old"))
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(old, path)
-    # A partial checkpoint of several ranks is a folder; of one process, a file.
-    for part in (*folder.glob(".*.part"), *folder.glob(".step-*.gone")):
+    # Those of steps are folders, all others files.
+    for part in folder.glob(".*.part"):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
@@ -175,9 +168,8 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
                 f"{again}choose another with output=FOLDER"
             )
         return path
-    # Read the step from the file: a copied checkpoint may have any name.
-    step = load_checkpoint(path, optimizer=False)["step"] if present else 0
-    if present and step_of(present[-1]) > step:
+    # Read the step from the checkpoint: a copy may have any name.
+    if present and step_of(present[-1]) > read_start(path)["step"]:
         raise CheckpointError(
             f"{folder}: expected no checkpoint later than {path}, got "
             f"{present[-1].name}: choose another folder with output=FOLDER"
@@ -185,21 +177,39 @@ def checkpoint_to_resume(output: str, resume: bool | str) -> Path | None:
     return path
 
 
+def read_start(path: Path) -> dict[str, Any]:
+    """The keys of the step to resume from, without its tensors; `Saving.restore` reads those.
+
+    Raises:
+        CheckpointError: it cannot be read, or no run can resume from it.
+    """
+    from deepfast.mt.models.checkpoint_folder import read_run
+
+    if path.is_dir():
+        return read_run(path)
+    load_checkpoint(path)
+    raise CheckpointError(
+        f"{path}: expected the folder of a step to resume from, such as step-00001000, got a file "
+        "to translate with"
+    )
+
+
 def intact_instead(folder: Path) -> str:
     """Advice to append to the error about a damaged newest checkpoint; an empty string if the
     newest checkpoint is intact."""
+    from deepfast.mt.models.checkpoint_folder import check_files
+
     damaged: list[str] = []
-    for path in (*reversed(step_checkpoints(folder)), *folder.glob(BEST)):
+    for path in reversed(step_checkpoints(folder)):
         try:
-            resumable = "training" in load_checkpoint(path, optimizer=False)
+            check_files(path, read_start(path)["files"])
         except CheckpointError:
             damaged.append(path.name)
             continue
-        if resumable and damaged:
-            return (
-                f"; the newest intact one is {path}: move {', '.join(damaged)} out of the folder "
-                f"and continue with resume={path}"
-            )
-        if resumable:
+        if not damaged:
             return ""
+        return (
+            f"; the newest intact one is {path}: move {', '.join(damaged)} out of the folder and "
+            f"continue with resume={path}"
+        )
     return "; no other one is intact" if damaged else ""

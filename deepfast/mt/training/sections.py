@@ -1,155 +1,85 @@
-"""The sections of a recipe: text, optimizer, training, and how ranks share the model.
+"""The sections of a recipe: text, optimizer, training, decoding, and how ranks share the model.
 
 A field of a section declares a key: its type with its limits, its default and its meaning.
-`convert` checks a value by such a type.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import re
-import types
-import typing
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from deepfast.checks import MOST_THREADS, shown
+from deepfast.checks import MOST_THREADS
+from deepfast.mt.checked import (
+    BeforeValidator,
+    Checked,
+    Count,
+    Field,
+    Fraction,
+    Penalty,
+    Positive,
+    Size,
+    checked,
+    one_of,
+)
 from deepfast.mt.data.phrases import LANGUAGES
 from deepfast.mt.data.vocabulary import SPECIALS, tag_of
-from deepfast.mt.training.errors import RecipeError, expect
-
-NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text",
-         dict: "keys and values", list: "a list", types.NoneType: "null"}  # fmt: skip
+from deepfast.mt.training.errors import RecipeError
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Which values of its type a key takes."""
-
-    words: str
-    """What an error expects, such as "a number above 0"."""
-    fits: Callable[[Any], bool]
-    path: bool = False
+def _path(given: Any) -> Any:
     """A path, which may begin with ~, the home."""
+    return os.path.expanduser(given) if isinstance(given, (str, os.PathLike)) else given
 
 
-Rate = Annotated[float, Limit("a number above 0", lambda x: 0 < x < math.inf)]
-Positive = Annotated[float, Limit("a number above 0", lambda x: x > 0)]
-"""Infinity too: no limit."""
-Penalty = Annotated[float, Limit("a number of at least 0", lambda x: 0 <= x < math.inf)]
-Fraction = Annotated[float, Limit("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Count = Annotated[int, Limit("an integer of at least 1", lambda n: n >= 1)]
-Size = Annotated[int, Limit("an integer of at least 0", lambda n: n >= 0)]
-File = Annotated[str, Limit("a file", bool, path=True)]
-MaybeFile = Annotated[str, Limit("text", lambda text: True, path=True)]
-"""Empty text stands for none."""
+def _names(given: Any) -> Any:
+    """A list, or text with commas between the names."""
+    if isinstance(given, str):
+        return [name.strip() for name in given.split(",")]
+    return list(given) if isinstance(given, tuple) else given
+
+
+File = Annotated[str, BeforeValidator(_path), Field(pattern=r"^[^\x00]+$", description="a file")]
 # The home of no user, which is not replaced, stays in front.
-Folder = Annotated[str, Limit("a folder, ./~NAME for one that begins with ~",
-                              lambda text: text[:1] not in ("", "~"), path=True)]  # fmt: skip
-# At most what sentencepiece reads.
-Pieces = Annotated[int, Limit(f"5 to {2**31 - 1} pieces", lambda n: 4 < n < 2**31)]
-Threads = Annotated[
-    int, Limit(f"an integer from 1 to {MOST_THREADS}", lambda n: 1 <= n <= MOST_THREADS)
+FOLDER, FOLDER_WORDS = r"^[^~\x00][^\x00]*$", "a folder, ./~NAME for one that begins with ~"
+Folder = Annotated[str, BeforeValidator(_path), Field(pattern=FOLDER, description=FOLDER_WORDS)]
+Pieces = Annotated[int, Field(gt=len(SPECIALS), lt=2**31)]
+"""At most what sentencepiece reads."""
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""What torch.manual_seed takes."""
+Seconds = Annotated[float, Field(gt=0, lt=1e6)]
+Phrases = Annotated[
+    list[Annotated[str, one_of(LANGUAGES)]],
+    BeforeValidator(_names),
+    Field(min_length=1, description=f"one or more of {', '.join(LANGUAGES)}"),
 ]
-# What torch.manual_seed takes.
-Seed = Annotated[int, Limit("an integer from -2^63 to 2^64 - 1", lambda n: -(2**63) <= n < 2**64)]
-Seconds = Annotated[float, Limit("seconds above 0 and below 1e6", lambda x: 0 < x < 1e6)]
+# A tag is one word.
+Languages = Annotated[
+    list[Annotated[str, Field(pattern=r"^[^\s,<>]+$")]],
+    BeforeValidator(_names),
+    Field(min_length=2, description="two or more names such as de or zh-CN"),
+]
+CODE = r"^[a-z]{2,3}(-[A-Za-z0-9]+)*$"
+Language = Annotated[str, Field(pattern=CODE, description="a language's code such as de or zh")]
+Betas = Annotated[
+    tuple[Fraction, Fraction], Field(strict=False, description="a list of 2 numbers in [0, 1)")
+]
 
 
-def convert(key: str, value: Any, kind: Any) -> Any:
-    """A value as the type of its key. A number with a point may be written without one, a path may
-    begin with ~.
-
-    Raises:
-        RecipeError: a value of another type or outside of its limits.
-    """
-    clean = not isinstance(value, str) or "\0" not in value
-    expect(clean, key, "text without the character NUL", value)
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    options = typing.get_args(kind) if union else (kind,)
-    words = []
-    for option in options:
-        annotated = typing.get_origin(option) is Annotated
-        plain, limit = typing.get_args(option) if annotated else (option, None)
-        if isinstance(value, os.PathLike) and limit and limit.path:
-            value = os.fspath(value)
-        origin, parts, found = typing.get_origin(plain), typing.get_args(plain), value
-        if origin is tuple:
-            words.append(f"a list of {len(parts)} numbers")
-            if isinstance(value, (list, tuple)) and len(value) == len(parts):
-                return tuple(convert(key, v, part) for v, part in zip(value, parts, strict=True))
-        elif origin is Literal:
-            words.append(f"one of {', '.join(parts)}")
-            if isinstance(value, str) and value in parts:
-                return value
-        else:
-            words.append(limit.words if limit else NAMES[plain])
-            if limit and limit.path and isinstance(value, str):
-                found = os.path.expanduser(value)
-            if plain is list and isinstance(value, tuple):
-                found = list(value)
-            # YAML 1.1 reads 1e-3, which has no point, as text.
-            if plain is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-                with contextlib.suppress(ValueError, OverflowError):
-                    found = float(value)
-            # In Python True is an integer, in a recipe it is not.
-            same = isinstance(found, plain) and isinstance(found, bool) == (plain is bool)
-            if same and (limit is None or limit.fits(found)):
-                return found
-    raise RecipeError(f"{key}: expected {' or '.join(words)}, got {shown(value)}")
-
-
-class Section:
-    """Base of the sections, which are dataclasses."""
-
-    name: ClassVar[str]
-    """The section's key in a recipe."""
-
-    def __post_init__(self):
-        for key, kind in field_types(type(self)).items():
-            setattr(self, key, convert(f"{self.name}.{key}", getattr(self, key), kind))
-        self.check()
-
-    def check(self) -> None:
-        """Refuses values that do not fit each other.
-
-        Raises:
-            RecipeError: names the key.
-        """
-
-    def expect(self, condition: bool, key: str, expected: str) -> None:
-        """Refuses the value of a key if the condition does not hold."""
-        expect(condition, f"{self.name}.{key}", expected, getattr(self, key))
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Field of a dataclass -> its type, with its limits."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(cls)}
-
-
-def _listed(names: str | list | None) -> tuple[str, ...]:
-    """Names from a list, or from text with commas between them."""
-    parts = names.split(",") if isinstance(names, str) else names or ()
-    return tuple(str(part).strip() for part in parts)
-
-
-@dataclass(kw_only=True)
-class DataSection(Section):
+@checked("data.", RecipeError)
+class DataSection(Checked):
     """Where the sentence pairs come from, and how they become batches."""
 
-    name = "data"
-
-    phrases: str | list | None = None
+    phrases: Phrases | None = None
     """Train on generated phrases between English and "de", "fr" or "es". For several languages,
     "de,fr" or a list, a tag such as `<de>` begins each source sentence. None: train on files."""
     direction: Literal["one-to-many", "many-to-one"] = "one-to-many"
     """Direction of generated phrases: "one-to-many" from English, "many-to-one" into English."""
-    languages: str | list | None = None
+    languages: Languages | None = None
     """For files: every source line begins with the tag of one of these languages."""
+    target_language: Language | None = None
+    """Code of the language of translations, which decides how BLEU splits them into words: "zh",
+    "ja" and "ko" have tokenizers of their own, all others "13a"."""
     seed: int = 1
     """Seed of the generated phrases."""
     train_size: Count = 30_000
@@ -174,6 +104,9 @@ class DataSection(Section):
     """Train and validate on lower-cased text."""
     vocabulary: File | None = None
     """A ready sentencepiece model; None: learn one from the training pairs."""
+    cache: Folder | None = None
+    """A folder for the ids of training texts, which runs on the same text share; None: "text" in
+    deepfast's cache folder."""
     vocab_size: Pieces = 8_000
     """Pieces of a learned vocabulary, shared by both languages, specials included."""
     target_vocabulary: File | None = None
@@ -192,45 +125,32 @@ class DataSection(Section):
     max_length: Count = 256
     """Most tokens of a training sentence, with bos or eos; longer pairs are dropped and counted."""
 
-    def check(self) -> None:
-        generated, files = self.phrases is not None, self.train_source is not None
-        known = not generated or (bool(self.generated) and set(self.generated) <= set(LANGUAGES))
-        self.expect(known, "phrases", f"one of {', '.join(LANGUAGES)} or null")
-        once = len(set(self.generated)) == len(self.generated)
-        self.expect(once, "phrases", "each language once")
-        turned = self.direction != "one-to-many"
-        self.expect(generated or not turned, "direction", "one-to-many without phrases")
-        self.expect(not generated or self.languages is None, "languages", "null with phrases")
-        self._check_languages()
-        given, sized = self.vocabulary is not None, self.target_vocab_size is not None
-        expected = "null without data.vocabulary and with data.target_vocab_size"
-        fits = self.target_vocabulary is None or (given and not sized)
-        self.expect(fits, "target_vocabulary", expected)
-        self.expect(not (given and self.whole_words), "whole_words", "false with data.vocabulary")
-        self.expect(not (given and sized), "target_vocab_size", "null with data.vocabulary")
+    def __post_init__(self):
+        for key in ("phrases", "languages"):
+            names = getattr(self, key) or ()
+            self.expect(len({*names}) == len(names), key, "each language once")
+        special = {*self.tags} & {*SPECIALS}
+        self.expect(not special, "languages", f"names other than those in {' '.join(SPECIALS)}")
+        if self.phrases is None:
+            one_way = self.direction == "one-to-many"
+            self.expect(one_way, "direction", "one-to-many without data.phrases")
+        else:
+            self.expect(self.languages is None, "languages", "null with data.phrases")
+            expected = "null with data.phrases; set data.phrases=null with files"
+            self.expect(self.train_source is None, "train_source", expected)
+        learned = self.vocabulary is None
+        one = self.target_vocabulary is None
+        self.expect(one or not learned, "target_vocabulary", "null without data.vocabulary")
+        self.expect(learned or not self.whole_words, "whole_words", "false with data.vocabulary")
+        fits = learned or self.target_vocab_size is None
+        self.expect(fits, "target_vocab_size", "null with data.vocabulary")
         expected = f"at most data.max_tokens={self.max_tokens}, or a sentence would fit no batch"
         self.expect(self.max_length <= self.max_tokens, "max_length", expected)
-        if generated and files:
-            raise RecipeError(
-                "data: expected either phrases or train_source and train_target, got both: set "
-                "data.phrases=null with files"
-            )
         for part in ("train", "dev", "test"):
-            sides = f"{part}_source", f"{part}_target"
-            missing = [side for side in sides if getattr(self, side) is None]
-            if len(missing) == 1:
-                raise RecipeError(f"data.{missing[0]}: expected a file for both sides, got one")
-
-    def _check_languages(self) -> None:
-        if self.languages is None:
-            return
-        names = _listed(self.languages)
-        self.expect(len(names) > 1, "languages", "two or more languages or null")
-        self.expect(len(set(names)) == len(names), "languages", "each language once")
-        for name in names:
-            # A tag is one word, and not one of the special pieces.
-            fits = re.fullmatch(r"[^\s,<>]+", name) and tag_of(name) not in SPECIALS
-            expect(bool(fits), "data.languages", "names such as de or zh-CN", name)
+            source, target = f"{part}_source", f"{part}_target"
+            for key, other in ((source, target), (target, source)):
+                fits = getattr(self, key) is not None or getattr(self, other) is None
+                self.expect(fits, key, f"a file, as data.{other} is one")
 
     def check_text(self) -> None:
         """Refuses a section without text. Not in `__post_init__`: a recipe file may leave the text
@@ -249,12 +169,12 @@ class DataSection(Section):
     @property
     def generated(self) -> tuple[str, ...]:
         """Languages of generated phrases."""
-        return _listed(self.phrases)
+        return tuple(self.phrases or ())
 
     @property
     def tagged(self) -> tuple[str, ...]:
         """The languages, where sentences begin with a language's tag; empty for one language."""
-        languages = _listed(self.languages) or self.generated
+        languages = tuple(self.languages or self.generated)
         return languages if len(languages) > 1 else ()
 
     @property
@@ -273,13 +193,11 @@ class DataSection(Section):
         return self.test_size > 0 if self.phrases else self.test_source is not None
 
 
-@dataclass(kw_only=True)
-class OptimSection(Section):
+@checked("optim.", RecipeError)
+class OptimSection(Checked):
     """Adam, its schedule, and the loss."""
 
-    name = "optim"
-
-    lr: Rate = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     warmup: Count = 4_000
     """Steps of linear warm-up; after them lr follows the schedule."""
@@ -287,13 +205,13 @@ class OptimSection(Section):
     """After the warm-up: "inverse_sqrt" of the step, or "constant"."""
     restart_step: Count | None = None
     """After this step Adam forgets its moments and starts with the rate restart_lr; None: never."""
-    restart_lr: Rate | None = None
+    restart_lr: Positive | None = None
     """Constant rate after the restart."""
     restart_accumulate: Count | None = None
     """Micro-batches per step after the restart; None: `accumulate`."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    betas: Betas = (0.9, 0.98)
     """Adam's decay rates."""
-    eps: Rate = 1e-9
+    eps: Positive = 1e-9
     """Adam's epsilon."""
     weight_decay: Penalty = 0.0
     """Decoupled decay (AdamW) of the matrices of linear layers: a step subtracts lr * weight_decay
@@ -308,7 +226,7 @@ class OptimSection(Section):
     """Micro-batches per step, of all ranks together; the loss is divided by the target tokens of
     all of them."""
 
-    def check(self) -> None:
+    def __post_init__(self):
         restarts = self.restart_step is not None
         expected = "a rate if restart_step is set, else null"
         self.expect(restarts == (self.restart_lr is not None), "restart_lr", expected)
@@ -324,11 +242,9 @@ class OptimSection(Section):
         return self.restart_accumulate
 
 
-@dataclass(kw_only=True)
-class TrainSection(Section):
+@checked("train.", RecipeError)
+class TrainSection(Checked):
     """How long to train, how to compute, and what to keep."""
-
-    name = "train"
 
     max_steps: Count | None = 100_000
     """Optimizer steps; None: until max_minutes or patience."""
@@ -368,20 +284,30 @@ class TrainSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events, if the package is installed."""
 
-    def check(self) -> None:
-        if self.max_steps is None and self.max_minutes is None and self.patience is None:
-            raise RecipeError(
-                "train: expected an end, got max_steps, max_minutes and patience all null"
-            )
+    def __post_init__(self):
+        ends = (self.max_steps, self.max_minutes, self.patience) != (None, None, None)
+        self.expect(ends, "max_steps", "an end of the run by max_steps, max_minutes or patience")
         expected = f"0 to keep_last={self.keep_last} checkpoints"
         self.expect(self.average_last <= self.keep_last, "average_last", expected)
 
 
-@dataclass(kw_only=True)
-class ParallelSection(Section):
-    """How ranks share the model. Without torchrun nothing here counts."""
+@checked("decode.", RecipeError)
+class DecodeSection(Checked):
+    """How the run's own translations are found, and by default those from its checkpoints; see
+    `deepfast.mt.search.DecodingOptions`."""
 
-    name = "parallel"
+    beam: Annotated[int, Field(ge=1, le=2**16)] = 4
+    """Hypotheses kept per sentence; 1 is greedy search."""
+    length_penalty: Annotated[float, Field(ge=0, le=10)] = 0.6
+    """Alpha of the score; 0 ranks by likelihood, higher prefers longer translations."""
+    length_form: Literal["gnmt", "power"] = "gnmt"
+    """What divides log P for n tokens, eos included: "gnmt" ((5 + n) / 6)^alpha, "power" n^alpha,
+    which is fairseq's."""
+
+
+@checked("parallel.", RecipeError)
+class ParallelSection(Checked):
+    """How ranks share the model. Without torchrun nothing here counts."""
 
     kind: Literal["auto", "ddp", "fsdp"] = "auto"
     """"ddp": each rank has the whole model. "fsdp": each rank has a share of every layer, of its

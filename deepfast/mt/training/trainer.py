@@ -17,8 +17,8 @@ from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
 from deepfast.mt.models import TranslationModel, build
 from deepfast.mt.training.corpus import Corpus
-from deepfast.mt.training.environment import memory_bytes, random_state, set_random_state
-from deepfast.mt.training.failed_step import not_finite
+from deepfast.mt.training.environment import peak_bytes, random_state, set_random_state
+from deepfast.mt.training.failed_step import not_finite_gradient, not_finite_loss
 from deepfast.mt.training.growing import load_bottom
 from deepfast.mt.training.optim import GradientNorms, build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
@@ -112,22 +112,25 @@ class Trainer:
         self._micro_batches = itertools.chain.from_iterable(itertools.repeat(corpus.batches))
 
     def batch_loss(
-        self, batch: Batch, smoothing: float, *, accuracy: bool = False, alone: bool = False
+        self, batch: Batch, smoothing: float, *, accuracy: bool = False
     ) -> tuple[Tensor, ...]:
         """Loss and NLL, summed over the batch's target tokens.
 
         Args:
             accuracy: with the number of target tokens that have the largest logit.
-            alone: without the other ranks, where each has the whole model.
         """
         mixed = self.recipe.train.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            loss = self.model.loss if alone and not is_sharded(self.loss) else self.loss
             given = batch.source_BS, batch.target_in_BT, batch.target_out_BT, smoothing, accuracy
-            return loss(*given)
+            return self.loss(*given)
 
     def train_step(self) -> None:
-        """One optimizer step over its micro-batches, of which each rank has its share."""
+        """One optimizer step over its micro-batches, of which each rank has its share.
+
+        Raises:
+            NotFiniteError: the loss or the gradient is NaN or infinite.
+            OtherRankError: it is so on another rank.
+        """
         began = time.perf_counter()
         optim = self.recipe.optim
         batches = [next(self._micro_batches) for _ in range(optim.micro_batches(self.step + 1))]
@@ -146,7 +149,13 @@ class Trainer:
         loss_sum, nll_sum, correct = (sum(column) for column in list(zip(*rows, strict=True))[:3])
         grad_norm = rows[0][3]
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-            raise not_finite(self, [row[0] for row in rows], mine, target_tokens, generators)
+            # Runs the step again, with the same dropout, to find where it went wrong.
+            set_random_state(generators, self.device)
+            self.model.set_step(self.step + 1)
+            if math.isfinite(loss_sum):
+                raise not_finite_gradient(self, lambda: self._backward(mine, target_tokens))
+            name, own = f"step {self.step + 1}: the loss", rows[self.ranks.rank][0]
+            raise not_finite_loss(self, name, own, lambda: self._forward(mine))
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
         if self.step == optim.restart_step:
@@ -190,6 +199,11 @@ class Trainer:
                 found = torch.stack((batch_loss.detach(), *more))
                 sums[: len(found)] += found
         return sums
+
+    def _forward(self, mine: list[Share]) -> None:
+        """The forward passes of `_backward`."""
+        for batch, _ in mine:
+            self.batch_loss(batch, 0.0)
 
     def measure(self) -> float:
         """Peak bytes of a step on the largest micro-batch; infinity if the GPU has less.
@@ -241,13 +255,30 @@ class Trainer:
             "grad_norm": window.grad_norm / window.steps,
             "source_tokens_per_second": window.source_tokens / seconds,
             "target_tokens_per_second": window.target_tokens / seconds,
-            "memory_bytes": int(max(self.ranks.rows(memory_bytes(self.device)))[0]),
+            "memory_bytes": int(max(self.ranks.rows(peak_bytes(self.device)))[0]),
         } | self.gradient_norms.row() | more  # fmt: skip
 
     @torch.no_grad()
     def validate(self) -> Validation:
-        """NLL and accuracy of the dev part."""
+        """NLL and accuracy of the dev part.
+
+        Raises:
+            NotFiniteError: the NLL is NaN or infinite.
+            OtherRankError: it is so on another rank.
+        """
         self.model.eval()
+        total = self._evaluate()
+        shard_again(self.loss)
+        rows = self.ranks.rows(*total.tolist())
+        nll, correct = (sum(column) for column in zip(*rows, strict=True))
+        if not math.isfinite(nll):
+            name, own = f"step {self.step}: the loss of the dev part", rows[self.ranks.rank][0]
+            raise not_finite_loss(self, name, own, self._evaluate)
+        tokens = sum(batch.target_tokens for batch in self.corpus.dev_batches)
+        return Validation(nll / tokens, correct / tokens)
+
+    def _evaluate(self) -> Tensor:
+        """This rank's sums (2,) of NLL and right tokens over the dev part."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.corpus.dev_batches:
             # Batches may differ in their layers, so all ranks work on one.
@@ -255,10 +286,7 @@ class Trainer:
                 _, nll, correct = self.batch_loss(part, 0.0, accuracy=True)
                 if counts:
                     total += torch.stack((nll, correct))
-        shard_again(self.loss)
-        sums = zip(*self.ranks.rows(*total.tolist()), strict=True)
-        tokens = sum(batch.target_tokens for batch in self.corpus.dev_batches)
-        return Validation(*(sum(column) / tokens for column in sums))
+        return total
 
     def whole_model(self) -> TranslationModel:
         """The model, or a copy of it where it is in shares: translating runs its parts at times of

@@ -4,8 +4,8 @@ import functools
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
-import torch
 
 from deepfast.mt.data import align
 from deepfast.mt.data.align import TIE, Aligner
@@ -59,13 +59,14 @@ def literal_links(pairs, rounds):
     return found
 
 
-@pytest.mark.parametrize(("at_once", "rounds"), [(1, 1), (50, 3), (align.AT_ONCE, 5)])
+@pytest.mark.parametrize(("at_once", "rounds"), [(1, 1), (50, 3), (10_000, 5)])
 def test_is_model_1(monkeypatch, at_once, rounds):
+    monkeypatch.setattr(align, "ENTRIES_AT_ONCE", at_once)
     monkeypatch.setattr(align, "AT_ONCE", at_once)
     pairs = [*corpus(30), (["only"], []), ([], ["nur"]), (["a", "a", "b"], ["x", "x", "x", "y"])]
     aligner = Aligner(pairs, rounds)
     p = literal_model_1(pairs, rounds)
-    sources, targets = (list(ids) for ids in aligner._ids)
+    sources, targets = map(list, aligner._words)
     table = {
         (sources[key // aligner._targets], targets[key % aligner._targets]): value
         for key, value in zip(aligner._keys.tolist(), aligner._forward.tolist(), strict=True)
@@ -75,26 +76,45 @@ def test_is_model_1(monkeypatch, at_once, rounds):
 
 def test_links_are_those_of_the_literal_form():
     pairs = [pair for pair in corpus(50) if len(set(pair[0])) == len(pair[0])]
-    assert Aligner(pairs).links(pairs) == literal_links(pairs, align.ROUNDS)
+    assert [*Aligner(pairs).links(pairs)] == literal_links(pairs, align.ROUNDS)
 
 
 def test_words_that_were_not_in_the_text_have_no_link():
     aligner = Aligner(corpus(150))
     (links,) = aligner.links([(["new", "red", "tree"], ["Baum", "neu", "rot"])])
     assert links == [(2, 0), (1, 2)]
-    assert Aligner([]).links([]) == []
-    assert aligner.links([(["new"], ["neu"]), ([], ["Baum"]), (["tree"], ["Baum"])]) == [
-        [], [], [(0, 0)]
-    ]  # fmt: skip
+    assert [*Aligner([]).links([(["a"], ["b"])])] == [[]]
+    text = [(["new"], ["neu"]), ([], ["Baum"]), (["tree"], ["Baum"])]
+    assert [*aligner.links(text)] == [[], [], [(0, 0)]]
 
 
 def test_time_is_linear_in_different_pairs_and_memory_does_not_grow_with_equal_ones(monkeypatch):
-    monkeypatch.setattr(align, "AT_ONCE", 1)
-    sizes, unique = [], torch.unique
-    monkeypatch.setattr(torch, "unique", lambda keys: sizes.append(len(keys)) or unique(keys))
+    monkeypatch.setattr(align, "ENTRIES_AT_ONCE", 1)
+    sizes, unique = [], np.unique
+    monkeypatch.setattr(np, "unique", lambda keys: sizes.append(len(keys)) or unique(keys))
     pairs = [([f"a{n}"], [f"b{n}"]) for n in range(500)]
     assert len(Aligner(pairs, 0)._keys) == 500
     assert sum(sizes) < 5 * 500
     sizes.clear()
     Aligner([(["a"], ["b"])] * 500, 0)
     assert max(sizes) < 5
+
+
+def test_a_large_text_keeps_the_words_that_meet_often(monkeypatch):
+    """Of a text with more than MOST pairs of words; the rare names keep their translation."""
+    pairs = corpus(400)
+    for n in range(0, 400, 2):
+        pairs[n] = ([*pairs[n][0], f"name{n // 8}"], [f"Name{n // 8}", *pairs[n][1]])
+    whole = Aligner(pairs)
+    monkeypatch.setattr(align, "MOST", 100)
+    monkeypatch.setattr(align, "SLOTS", 16)
+    few = Aligner(pairs)
+    assert len(few._keys) < 0.7 * len(whole._keys)
+    assert [*few.links(pairs)] == [*whole.links(pairs)]
+
+
+def test_the_most_frequent_words():
+    aligner = Aligner([([], ["b", "a", "c"]), ([], ["c", "a"]), ([], ["c", "d"])])
+    assert aligner.most_frequent(2) == {"c", "a"}
+    assert aligner.most_frequent(3) == {"c", "a", "b"}
+    assert aligner.most_frequent(9) == {"a", "b", "c", "d"}

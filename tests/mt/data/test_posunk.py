@@ -4,12 +4,11 @@ import pytest
 
 from deepfast.files import DataError
 from deepfast.mt.data.posunk import (
+    WordTranslations,
     annotated,
     mark,
-    most_frequent,
     read_translations,
     without_marks,
-    word_translations,
     write_translations,
 )
 
@@ -37,15 +36,12 @@ def test_marks_without_a_source_word():
     assert without_marks(["one", "two", "three"], text, {}) == "three a three <unk:x>"
 
 
-def test_the_most_frequent_words():
-    text = [["b", "a", "c"], ["c", "a"], ["c", "d"]]
-    assert most_frequent(text, 2) == {"c", "a"}
-    assert most_frequent(text, 9) == {"a", "b", "c", "d"}
-
-
 def test_a_dictionary(tmp_path):
-    pairs = [(["a", "b"], ["x", "y"]), (["a"], ["z"]), (["a"], ["z"])]
-    found = word_translations(pairs, [[(0, 0), (1, 1)], [(0, 0)], [(0, 0)]])
+    counted = WordTranslations()
+    counted.add(["a", "b"], ["x", "y"], [(0, 0), (1, 1)])
+    for _ in range(2):
+        counted.add(["a"], ["z"], [(0, 0)])
+    found = counted.best()
     assert found == {"a": "z", "b": "y"}
     write_translations(tmp_path / "dictionary", found)
     assert read_translations(tmp_path / "dictionary") == found

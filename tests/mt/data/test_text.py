@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from deepfast.files import DataError, write_atomically
-from deepfast.mt.data import Dropped, read_lines, read_parallel
+from deepfast.mt.data import Dropped, ParallelText, read_lines, read_parallel
 from deepfast.mt.data.text import read_standard_input, write_lines
 
 
@@ -27,12 +27,9 @@ def files(tmp_path):
 
 
 def test_pairs_in_file_order_without_outer_space(files):
-    text = read_parallel(*files(b"one\n two \n", b"eins\nzwei\r\n"))
-    assert list(text) == [("one", "eins"), ("two", "zwei")]
-    assert text[1] == ("two", "zwei")
-    assert text[:1] == [("one", "eins")]
-    assert (text.sources, text.targets) == (["one", "two"], ["eins", "zwei"])
-    assert (len(text), text.lines, text.dropped.total) == (2, 2, 0)
+    text = ParallelText(*files(b"one\n two \n", b"eins\nzwei\r\n"))
+    assert list(text) == list(text) == [(1, "one", "eins"), (2, "two", "zwei")]
+    assert read_parallel(text.source, text.target) == [("one", "eins"), ("two", "zwei")]
     assert str(text.dropped) == "0 pairs dropped"
 
 
@@ -64,19 +61,19 @@ def test_reads_a_pipe(tmp_path):
     ],
 )
 def test_what_is_a_line(files, source, target, pairs):
-    assert read_parallel(*files(source.encode(), target.encode())).pairs == pairs
+    assert read_parallel(*files(source.encode(), target.encode())) == pairs
 
 
 def test_empty_lines_are_dropped_and_counted(files):
     source, target = files(b"a\n\nc\nd\n", b"A\nB\n  \nD\n")
-    text = read_parallel(source, target)
-    assert text.pairs == [("a", "A"), ("d", "D")]
-    assert text.line_numbers == [1, 4]
-    assert text.place(1) == f"{source}:4"
-    assert text.dropped == Dropped(empty=2, first={"empty": f"{source}:2"})
-    assert str(text.dropped) == f"2 pairs dropped: 2 empty (first at {source}:2)"
-    source, target = files(b"a\nb\n", b"\nB\n")
-    assert read_parallel(source, target).dropped.first["empty"] == f"{target}:1"
+    text = ParallelText(source, target)
+    for _ in range(2):
+        assert list(text) == [(1, "a", "A"), (4, "d", "D")]
+        assert text.dropped == Dropped({"empty": 2}, {"empty": f"{source}:2"})
+        assert str(text.dropped) == f"2 pairs dropped: 2 empty (first at {source}:2)"
+    text = ParallelText(*files(b"a\nb\n", b"\nB\n"))
+    assert [number for number, *_ in text] == [2]
+    assert text.dropped.first["empty"] == f"{target}:1"
 
 
 UNSEEN = ["\u200b", " \ufeff", "\ufe0f", "\U000e0100", "\u00ad\u2060", "\u2581", "\ufffd", "\x07"]
@@ -87,9 +84,9 @@ def test_a_line_of_characters_that_show_nothing_is_empty(files, line):
     """Beside text such characters stay, such as the variation selector of an emoji."""
     source = f"\u2764\ufe0f\nb\n<de> {line}\nd\n<de> a\n".encode()
     target = f"A\n{line}\nC\nD\nE\n".encode()
-    text = read_parallel(*files(source, target), tags=["<fr>", "<de>"])
-    assert text.pairs == [("\u2764\ufe0f", "A"), ("d", "D"), ("<de> a", "E")]
-    assert text.dropped.empty == 2
+    text = ParallelText(*files(source, target), tags=["<fr>", "<de>"])
+    assert list(text) == [(1, "\u2764\ufe0f", "A"), (4, "d", "D"), (5, "<de> a", "E")]
+    assert text.dropped.counts == {"empty": 2}
     # Without tags this is text.
     assert len(read_parallel(*files(b"<de>\n", b"A\n"))) == 1
 
@@ -101,6 +98,7 @@ LINES = gzip.compress(b"".join(b"line %d\n" % i for i in range(999)), mtime=0)
     ("source", "target", "sentence"),
     [
         (b"a\nb\nc\n", b"A\nB\n", r"as many lines in \S+\.en as in \S+\.de, got 3 and 2$"),
+        (b"a\n", b"A\nB\nC\n", r"as many lines in \S+\.en as in \S+\.de, got 1 and 3$"),
         *((text, text, "at least one sentence pair in") for text in (
             b"", b"\n\n", "\u200b\n\ufeff\n".encode())),
         (b"good\nalso good\nb\xe4d\n", b"1\n2\n3\n",

@@ -145,7 +145,7 @@ def test_truncated_file(vocabulary, tmp_path):
         with pytest.raises(DataError, match="vocabulary: "):
             Vocabulary.from_bytes(model[:cut])
     path.write_bytes(model[:-9])
-    with pytest.raises(DataError, match=r"bpe\.model: the vocabulary is cut short or damaged"):
+    with pytest.raises(DataError, match=r"bpe\.model: expected a whole sentencepiece model"):
         Vocabulary.load(path)
 
 

@@ -43,7 +43,7 @@ TRANSFORMERS = {
                                    "encoder_connection": "residual"},
     "rms": {"norm_type": "rms"},
     "rms, post": {"norm_type": "rms", "norm": "post"},
-    "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13, "first_position": 2},
+    "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13},
     "decoder's embedding": {"share_embeddings": "decoder", "target_vocab_size": 13},
     "latent": both("latent"),
     "transparent": {"cross_attention": "transparent", "encoder_connection": "residual"},
@@ -70,7 +70,7 @@ GROWING = {
     "dlcl everywhere": {"decoder_connection": "dlcl", "top_encoder_connection": "dlcl",
                         "dlcl": {"window": 2}, "top_decoder_connection": "dlcl",
                         "embedding_norm": True},
-    "three embeddings below": {"share_embeddings": "none", "first_position": 2,
+    "three embeddings below": {"share_embeddings": "none",
                                "target_vocab_size": 11, "top_encoder_connection": "denseformer"},
 }  # fmt: skip
 ABLATIONS = {

@@ -1,16 +1,30 @@
-"""Loading a model from a checkpoint, and refusing unfit files."""
+"""Checkpoint files: writing and reading them, averages, and one sentence for every unfit file."""
+
+import contextlib
+import random
+import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models import Transformer, TransformerConfig, checkpoint
+from deepfast.mt.models.checkpoint import (
+    FORMAT,
+    VERSION,
+    CheckpointError,
+    average_checkpoints,
+    check_config,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
+from deepfast.mt.search import load_translator
 
 CONFIG = {
     "vocab_size": 11, "dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 3,
     "decoder_layers": 2, "dlcl": {"weight_type": "vector", "learnable": False}, "backend": "cpu",
 }  # fmt: skip
-VOCABULARY = bytes(range(256))
 SOURCE, TARGET = torch.tensor([[5, 6, 3]]), torch.tensor([[2, 7]])
 
 
@@ -21,34 +35,25 @@ def model():
 
 @pytest.fixture
 def content(model):
-    return {
-        "format": "deepfast-checkpoint",
-        "version": 2,
-        "config": CONFIG,
-        "model": model.state_dict(),
-        "vocabulary": VOCABULARY,
-        "training": {"step": 7},
-    }
+    return {"step": 7, "kind": "transformer", "config": CONFIG, "model": model.state_dict(),
+            "vocabulary": bytes(range(256)), "recipe": {"data": {}}}  # fmt: skip
 
 
 @pytest.fixture
-def save(tmp_path):
-    def save(content):
-        torch.save(content, tmp_path / "model.pt")
-        return tmp_path / "model.pt"
-
-    return save
+def path(tmp_path):
+    return tmp_path / "model.pt"
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [VOCABULARY, torch.tensor(list(VOCABULARY), dtype=torch.uint8)]
-)
-def test_round_trip(model, content, save, vocabulary):
-    path = save(content | {"vocabulary": vocabulary})
-    loaded, got = load_model(path)
+def test_round_trip(model, content, path, monkeypatch):
+    # A file needs no torch.distributed.checkpoint, which takes a second to import.
+    for name in ("deepfast.mt.models.checkpoint_folder", "torch.distributed.checkpoint"):
+        monkeypatch.setitem(sys.modules, name, None)
+    save_checkpoint(path, content)
+    assert load_checkpoint(path).keys() == content.keys() | {"format", "version"}
+    loaded, vocabulary = load_model(path)
     # The weights are copies, so the file may be deleted.
     path.write_bytes(b"")
-    assert got == VOCABULARY
+    assert vocabulary == content["vocabulary"]
     assert not loaded.training
     assert loaded.config == TransformerConfig(**CONFIG | {"backend": None})
     with torch.no_grad():
@@ -58,108 +63,147 @@ def test_round_trip(model, content, save, vocabulary):
     assert loaded.encoder.connection.dlcl.weight.requires_grad is False
 
 
-def test_bfloat16_weights(content, save):
+def test_bfloat16_weights(content, path):
     content["model"] = {name: w.bfloat16() for name, w in content["model"].items()}
-    model, _ = load_model(save(content))
+    save_checkpoint(path, content)
+    model, _ = load_model(path)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_translator_reads_each_of_its_checkpoints_once(content, tmp_path, monkeypatch):
+    vocabulary = pytest.importorskip("deepfast.mt.data").Vocabulary
+    content["vocabulary"] = vocabulary.train(["a b c d e"] * 9, 9, whole_words=True).to_bytes()
+    read, original = [], checkpoint.read_file
+
+    def counted(path, keys):
+        read.append(path)
+        return original(path, keys)
+
+    monkeypatch.setattr(checkpoint, "read_file", counted)
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for path in paths:
+        save_checkpoint(path, content)
+    load_translator(paths, "cpu")
+    assert read == paths
+
+
+DAMAGED = r"^\S+model\.pt: expected a deepfast checkpoint, got a file of another kind, or one that "
+
+
 @pytest.mark.parametrize("fraction", [0.001, 0.3, 0.9, 0.999])
-def test_cut_short(content, save, fraction):
-    path = save(content)
+def test_cut_short(content, path, fraction):
+    save_checkpoint(path, content)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * fraction)])
-    with pytest.raises(ValueError, match=r"the checkpoint is cut short or damaged$"):
+    with pytest.raises(CheckpointError, match=DAMAGED):
         load_model(path)
 
 
-def test_damaged(content, save):
-    path = save(content)
-    damaged = bytearray(path.read_bytes())
+def test_a_damaged_byte_is_an_error_or_changes_nothing(content, path):
+    """Of the tensors each is an error; in the archive some are padding or times."""
+    save_checkpoint(path, content)
+    data = path.read_bytes()
     weights = content["model"]["encoder.layers.0.feed_forward.up.weight"].numpy().tobytes()
-    damaged[bytes(damaged).index(weights) + 10] ^= 1
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"the checkpoint is damaged in its part \S+data/\d+$"):
-        load_model(path)
+    draw = random.Random(1)
+    inside = data.index(weights) + draw.randrange(len(weights))
+    contents = data.rindex(b"PK\x01\x02")
+    # A first byte of a name that UTF-8 does not have, and the flag that it is UTF-8.
+    places = [inside, contents + 46, contents + 9, *draw.sample(range(len(data)), 40)]
+    for place in (*places, *range(contents, len(data), 7)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ draw.randrange(1, 256)])
+                         + data[place + 1 :])  # fmt: skip
+        with contextlib.suppress(CheckpointError):
+            found = load_checkpoint(path)
+            assert place != inside
+            assert all(torch.equal(w, content["model"][n]) for n, w in found["model"].items())
+            assert found["vocabulary"] == content["vocabulary"]
 
 
-def test_damaged_table_of_contents(content, save):
-    path = save(content)
-    data = bytearray(path.read_bytes())
-    entry = data.rindex(b"PK\x01\x02")
-    # The flag that a name is UTF-8, and a first byte of it that UTF-8 does not have.
-    for place, byte in ((entry + 9, 0x08), (entry + 46, 0xFF)):
-        data[place] = byte
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"\.pt: the checkpoint is cut short or damaged$"):
-        load_model(path)
+class Evil:
+    def __reduce__(self):
+        return print, ("ran",)
+
+    def __repr__(self):
+        return "Evil"
 
 
-class Thing:
-    """An object that `weights_only` refuses."""
-
-
-OTHER_FILE, OTHER_CONTENT = (
-    "expected a deepfast checkpoint, got a file of an",
-    "got other torch.sav",
-)
+HEAD = {"format": FORMAT, "version": VERSION}
+OTHER_CONTENT = "got other torch.save content"
 
 
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
         (None, r"model\.pt: there is no such file"),
-        (..., r"expected a checkpoint, got a folder without run\.pt"),
-        *((data, OTHER_FILE) for data in (b"", b"P", b"text\n", b"\x80\x02]q\x00.", bytes(1000))),
-        ({"format": Thing}, OTHER_FILE),
+        (..., r"model\.pt/run\.pt: there is no such file"),
+        *((data, DAMAGED) for data in (b"", b"P", b"text\n", b"\x80\x02]q\x00.", bytes(1000))),
+        *((data, DAMAGED) for data in (Evil(), HEAD | {"config": Evil()})),
         *((data, OTHER_CONTENT) for data in ([1, 2], {"a": 3}, {"format": "other"}, torch.ones(3))),
+        (HEAD | {"version": 2}, f"expected a checkpoint of version {VERSION}, got version 2"),
+        (HEAD, "the checkpoint lacks step, kind, config, vocabulary, recipe, model, or"),
     ],
     ids=str,
 )
-def test_what_is_no_checkpoint(tmp_path, save, written, sentence):
-    path = tmp_path / "model.pt"
+def test_what_is_no_checkpoint(path, written, sentence, capsys):
     if written is ...:
         path.mkdir()
     elif isinstance(written, bytes):
         path.write_bytes(written)
     elif written is not None:
-        save(written)
-    with pytest.raises(ValueError, match=sentence):
+        torch.save(written, path)
+    with pytest.raises(CheckpointError, match=sentence):
         load_model(path)
+    assert capsys.readouterr().out == ""
 
 
-LACKS = ...
+UNUSABLE = "the checkpoint's config cannot be used"
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 3}, "expected a checkpoint of version 2, got version 3"),
-        ({"config": LACKS, "vocabulary": LACKS}, "the checkpoint lacks config, vocabulary"),
-        *(({"model": {"embedding.weight": weight}}, "embedding.weight must be a tensor of floati")
-          for weight in (3, torch.zeros(11, 16, dtype=torch.int64))),
-        ({"version": None}, "expected a checkpoint of version 2, got version None"),
-        ({"kind": ["transformer"]}, r"that this deepfast knows \(.*\), got \['transformer'\]"),
-        ({"config": CONFIG | {"languages": None}}, "languages must be a dict, got None"),
-        ({"config": CONFIG | {"dlcl": [1]}}, "config cannot be used .*: dlcl must be a dict, got"),
-        ({"kind": "depth_growing", "config": CONFIG | {"top_dlcl": None}}, "top_dlcl must be a d"),
-        ({"config": [1]}, "expected the checkpoint's config as dict, got list"),
-        ({"config": CONFIG | {"depth": 3}}, "does not know: depth"),
-        ({"config": CONFIG | {"dim": 15}}, r"be used \(TransformerConfig: dim must be an even"),
-        ({"config": {"dim": 16}}, "config cannot be used .*vocab_size"),
-        ({"config": CONFIG | {"dlcl": {"x": 1}}}, "config cannot be used .*got x"),
-        ({"config": CONFIG | {"vocab_size": 12}}, r"embedding.weight must be \(12, 16\), got \(11"),
-        ({"config": CONFIG | {"decoder_layers": 3}}, "lacks weights of the model that its config"),
-        ({"config": CONFIG | {"decoder_layers": 1}}, "has weights that do not belong to the model"),
-        ({"model": [1]}, "expected the checkpoint's model as dict, got list"),
-        ({"vocabulary": "text"}, "as bytes or as a uint8 tensor, got str"),
-        ({"vocabulary": torch.zeros(3)}, "as bytes or as a uint8 tensor, got torch.float32"),
+        ({"step": "3", "config": [1]}, "the checkpoint lacks step, config, or has a value of an"),
+        ({"kind": "rnn"}, r"that this deepfast knows \(.*\), got 'rnn'"),
+        ({"config": CONFIG | {"languages": None}}, f"{UNUSABLE} .*languages"),
+        ({"config": CONFIG | {"dlcl": [1]}}, f"{UNUSABLE} .*dlcl"),
+        ({"config": CONFIG | {"depth": 3}}, f"{UNUSABLE} .*depth"),
+        ({"config": CONFIG | {"dim": 15}}, f"{UNUSABLE} .*dim: expected an even"),
+        ({"config": {"dim": 16}}, f"{UNUSABLE} .*vocab_size"),
+        ({"config": CONFIG | {"vocab_size": 12}}, r"embedding.weight must be \(12, 16\), got \("),
+        ({"config": CONFIG | {"decoder_layers": 3}}, r"decoder.layers.2.\S+ must be .*, got none"),
+        ({"config": CONFIG | {"decoder_layers": 1}}, r"decoder.layers.1.\S+ must be absent, got"),
     ],
     ids=str,
 )  # fmt: skip
-def test_parts_that_do_not_go_together(content, save, changes, sentence):
-    if isinstance(changes.get("model"), dict):
-        changes = {"model": content["model"] | changes["model"]}
-    content = {k: v for k, v in (content | changes).items() if v is not LACKS}
-    with pytest.raises(ValueError, match=sentence) as error:
-        load_model(save(content))
+def test_parts_that_do_not_go_together(content, path, changes, sentence):
+    save_checkpoint(path, content | changes)
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        load_model(path)
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_config_is_refused():
+    mine = TransformerConfig(vocab_size=9)
+    content = {"kind": "transformer", "config": asdict(mine) | {"backend": "cpu"}}
+    check_config("a.pt", content, mine)
+    other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
+    with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):
+        check_config("a.pt", content, other)
+    with pytest.raises(CheckpointError, match="of the kind transformer, got depth_growing"):
+        check_config("a.pt", content | {"kind": "depth_growing"}, mine)
+
+
+def test_average_is_the_mean_and_keeps_dtypes(content, tmp_path):
+    paths = [tmp_path / f"{i}.pt" for i in range(3)]
+    # In float32 the sum of the first two would lose the last digit.
+    for path, value in zip(paths, (16777216.0, 1.0, 1.0), strict=True):
+        weights = {"w": torch.full((3,), value), "n": torch.tensor([1, 2])}
+        save_checkpoint(path, content | {"model": weights})
+    mean = average_checkpoints(paths)
+    assert mean["w"].dtype == torch.float32
+    assert mean["w"][0].item() == pytest.approx(16777218 / 3, rel=1e-7)
+    assert torch.equal(mean["n"], torch.tensor([1, 2]))
+    save_checkpoint(paths[1], content | {"model": {"w": torch.zeros(4), "n": torch.zeros(2)}})
+    with pytest.raises(CheckpointError, match=r"1\.pt: the model differs in shape from .*0\.pt"):
+        average_checkpoints(paths)
+    with pytest.raises(CheckpointError, match="at least one checkpoint, got none"):
+        average_checkpoints([])

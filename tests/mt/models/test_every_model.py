@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from deepfast.memory import POLICIES
 from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint import load_model, save_checkpoint
 from tests.mt.models.kinds import (
     CONFIGS,
     LABELS,
@@ -95,10 +95,9 @@ def test_loss_and_gradients_are_torchs_on_the_logits(name):
 @pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "as the code"])
 def test_a_checkpoint_gives_the_same_model(name, tmp_path):
     model = make(name, torch.float32)
-    content = {"format": "deepfast-checkpoint", "version": 2, "kind": kind_of(model.config),
-               "config": asdict(model.config), "model": model.state_dict(),
-               "vocabulary": b"pieces"}  # fmt: skip
-    torch.save(content, tmp_path / "model.pt")
+    content = {"step": 1, "kind": kind_of(model.config), "config": asdict(model.config),
+               "model": model.state_dict(), "vocabulary": b"pieces", "recipe": {}}  # fmt: skip
+    save_checkpoint(tmp_path / "model.pt", content)
     loaded, _ = load_model(tmp_path / "model.pt")
     assert not any(module.training for module in loaded.modules())
     assert learning(loaded).keys() == learning(model).keys()

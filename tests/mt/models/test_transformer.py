@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from deepfast.mt.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
-from deepfast.mt.models.checkpoint import FORMAT, VERSION, load_model
 from deepfast.mt.models.transformer import sinusoids
-from deepfast.mt.training.checkpoint import check_config
 from deepfast.nn import LayerNorm, RMSNorm
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
 from tests.mt.models.kinds import (
@@ -49,15 +47,6 @@ def test_embeddings_that_are_shared_or_not(name, names):
     assert model.embedding.weight.shape == (11, 12)
     words = 11 if name == "dlcl" else 13
     assert model(SOURCE, TARGET.clamp(max=words - 1)).shape == (REAL.sum(), words)
-
-
-def test_the_first_position_shifts_the_sinusoids():
-    for name, first in (("own embeddings", 2), ("dlcl", 0)):
-        model, seen = make(name, torch.float32), []
-        model.embedding.weight.data.zero_()
-        model.encoder.connection.register_forward_pre_hook(lambda _, a, seen=seen: seen.append(a))
-        model.encode(SOURCE[:1])
-        torch.testing.assert_close(seen[0][0], sinusoids(torch.arange(first, first + 5), 12))
 
 
 def test_sinusoids():
@@ -200,20 +189,3 @@ def test_fusion_without_the_word_embedding(kind, layer_embeddings):
     model.loss(SOURCE, TARGET, LABELS)[0].backward()
     assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
     assert_steps_equal_forward(model)
-
-
-def test_a_checkpoint_with_an_option_that_was_ignored_loads(tmp_path):
-    """Older configs accept it; the weights are those of the model without it."""
-    model = make("average fusion, post", torch.float32)
-    saved = vars(model.config) | {"fusion": {"hops": 8}}
-    content = {"format": FORMAT, "version": VERSION, "config": saved, "model": model.state_dict(),
-               "vocabulary": b"v"}  # fmt: skip
-    torch.save(content, tmp_path / "a.pt")
-    loaded, _ = load_model(tmp_path / "a.pt")
-    assert loaded.config.fusion == {}
-    assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
-    check_config("a.pt", content, model.config)
-    for wrong in ({"fusion": [1]}, {"encoder_fusion": []}, {"fusion": {"num_heads": 1}}):
-        torch.save(content | {"config": saved | wrong}, tmp_path / "a.pt")
-        with pytest.raises(ValueError, match="the checkpoint's config cannot be used"):
-            load_model(tmp_path / "a.pt")

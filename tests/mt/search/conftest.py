@@ -13,7 +13,7 @@ from deepfast.mt.models import (
     TransformerConfig,
     kind_of,
 )
-from deepfast.mt.training.checkpoint import save_checkpoint
+from deepfast.mt.models.checkpoint import save_checkpoint
 
 SENTENCES = [
     "a small house stands by the river",
@@ -79,6 +79,9 @@ class Table(torch.nn.Module):
         def reorder(self, index, *, encoded=True):
             self.prefixes = [self.prefixes[i] for i in index.tolist()]
 
+    def group(self, tokens):
+        return 0
+
     def start(self, source_BS):
         return self.State(len(source_BS))
 
@@ -116,7 +119,8 @@ def write(tmp_path_factory, vocabulary):
     def run(model, **changes):
         path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
         content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary.to_bytes()}  # fmt: skip
+                   "model": model.state_dict(), "vocabulary": vocabulary.to_bytes(),
+                   "step": 3, "recipe": {}}  # fmt: skip
         save_checkpoint(path, content | changes)
         return str(path)
 

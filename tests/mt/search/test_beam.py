@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepfast.mt.search import DecodingOptions, Hypothesis, beam_search, score_hypotheses
 from deepfast.mt.search.options import LENGTH_FORMS
-from tests.mt.search.conftest import Table, grown, lively
+from tests.mt.search.conftest import Table, grown, lively, recurrent
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 # The last one is padded on the left.
@@ -118,14 +118,18 @@ def test_cached_search_equals_the_plain_search_without_cache(make, beam):
         assert_same(hypotheses, expected, 1e-9)
 
 
-@EVERY
+@pytest.mark.parametrize("make", [lively, grown, partial(recurrent, 9)])
 @pytest.mark.parametrize("mode", [False, True])
-def test_forced_decoding_is_the_forward_pass(make, mode):
-    """Without dropout, and the model's mode is left as it was."""
+def test_the_score_of_a_translation_is_that_of_its_tokens_one_by_one(make, mode, monkeypatch):
+    """Without dropout, in one forward pass, and the model's mode is left as it was."""
+    monkeypatch.setattr("deepfast.mt.search.beam.AT_ONCE", 4)
     model = make().double().train(mode)
+    modes = [module.training for module in model.modules()]
     given = [[(4, 5), (), (6, 7, 8, 4, 4, 4)], [], [(8,)]]
-    got = score_hypotheses(model, SOURCE, given)
-    assert all(module.training == mode for module in (model, model.encoder, model.decoder))
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "start", None)
+        got = score_hypotheses(model, SOURCE, given)
+    assert [module.training for module in model.modules()] == modes
     model.eval()
     for source, translations, scores in zip(SOURCE, given, got, strict=True):
         log_probs = forward_log_probs(model, source[source != PAD][None])
@@ -192,15 +196,6 @@ def test_special_tokens_are_not_generated():
     # The probability of banned tokens is not shared among the others.
     row = rule(0, ()).log_softmax(0)
     assert best.log_prob == pytest.approx(float(3 * row[4] + row[EOS]), abs=1e-5)
-
-
-def test_other_special_ids():
-    rule = lambda sentence, prefix: torch.tensor([0.0, 9.0, 3.0 * len(prefix), 0.0, 4.0])  # noqa: E731
-    options = DecodingOptions(beam=1, no_unknown=True)
-    ids = {"bos_id": 2, "eos_id": 2, "unk_id": 3}
-    # fairseq's ids: decoding starts with eos, which may be generated all the same.
-    (best,) = beam_search(Table(rule, padding_idx=1), SOURCE[:1], options, **ids)[0]
-    assert best.tokens == (4, 4)
 
 
 @pytest.mark.gpu

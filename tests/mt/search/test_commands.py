@@ -1,18 +1,18 @@
 """`deepfast mt translate` and `deepfast mt score`, as a user calls them."""
 
-import dataclasses
 import gzip
 import io
 import json
 import re
 import sys
+import zipfile
 
 import pytest
 
 from deepfast.cli import main
-from deepfast.mt.data import TokenVocabulary
 from deepfast.mt.search import (
     DecodingOptions,
+    bleu,
     load_translator,
     translate_lines,
     translate_nbest,
@@ -68,11 +68,50 @@ def test_nbest_by_both_forms_of_the_length_penalty(checkpoint, source, model, vo
         )
         nbest = [x for best in translate_nbest(model, vocabulary, LINES, options) for x in best]
         assert [int(number) for number, _, _ in rows] == [1, 1, 2, 3, 3, 4, 4]
-        assert [text for _, _, text in rows] == [text for _, text in nbest]
+        assert [text for _, _, text in rows] == [found.text for found in nbest]
         scores = [float(score) for _, score, _ in rows]
-        assert scores == pytest.approx([score for score, _ in nbest], abs=1e-3)
+        assert scores == pytest.approx([found.score for found in nbest], abs=1e-3)
         first.append(scores[0])
     assert first[0] < 2 * first[1]
+
+
+DECODE = {"beam": 3, "length_penalty": 2.0, "length_form": "power"}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        ([], {}, "beam 3, length penalty 2 (power)"),
+        (["--beam", "1"], {"beam": 1}, "beam 1, length penalty 2 (power)"),
+        (["--length-penalty", "0"], {"length_penalty": 0}, "beam 3, length penalty 0 (power)"),
+    ],
+)
+def test_the_recipe_of_the_checkpoint_says_how_to_decode(
+    model, vocabulary, write, source, capsys, words, changes, said
+):
+    checkpoint = write(model, recipe={"decode": DECODE})
+    command = ["mt", "translate", checkpoint, "--input", str(source), "--max-length", "6", *words]
+    assert main(command) == 0
+    found = capsys.readouterr()
+    assert f"deepfast mt translate: decoding: {said}\n" in found.err
+    options = DecodingOptions(max_length=6, **DECODE | changes)
+    assert found.out.splitlines() == translate_lines(model, vocabulary, LINES, options)
+
+
+def test_of_several_checkpoints_the_first_says_how_to_decode(model, write, source, capsys):
+    first, other = write(model, recipe={"decode": DECODE}), write(model)
+    assert main(["mt", "translate", first, other, first, "--input", str(source)]) == 0
+    said = capsys.readouterr().err
+    assert "translate: decoding: beam 3, length penalty 2 (power)\n" in said
+    assert said.count("the first checkpoint's decoding counts") == 1
+    assert f"{other} has beam 4, length penalty 0.6 (gnmt), but the first" in said
+
+
+def test_a_checkpoint_is_read_once(checkpoint, source, monkeypatch, capsys):
+    checked, check = [], zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: checked.append(1) or check(self))
+    assert main(["mt", "translate", checkpoint, "--input", str(source), *FAST]) == 0
+    assert len(checked) == 1
 
 
 def test_bfloat16_and_long_lines(checkpoint, source, capsys):
@@ -93,6 +132,42 @@ def test_score(tmp_path, capsys):
     assert "BLEU lower-case 100.00" in said
     assert main(["mt", "score", str(hypotheses), str(references), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bleu_lowercase"] == pytest.approx(100)
+
+
+def test_the_tokenizer_is_chosen_and_said(model, write, source, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("那座旧桥已经关闭。\n" * 4, encoding="utf-8")
+    two, checkpoint = [str(text)] * 2, write(model, recipe={"data": {"target_language": "zh"}})
+    translated = ["--checkpoint", checkpoint, "--source", str(source), "--reference", str(text)]
+    for words, tokenizer, score in (
+        (two, "13a", "  0.00"), ([*two, "--tokenize", "zh"], "zh", "100.00"),
+        ([*translated, *FAST], "zh", "  0.00"),
+        ([*translated, *FAST, "--tokenize", "none"], "none", "  0.00"),
+    ):  # fmt: skip
+        assert main(["mt", "score", *words]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith(
+            f"BLEU            {score}  nrefs:1|case:mixed|eff:no|tok:{tokenizer}"
+        )
+        assert ("most references have no space" in said.err) == (tokenizer != "zh")
+
+
+def test_references_of_a_model_of_lower_cased_text(model, vocabulary, write, source, capsys):
+    """They are those of training's BLEU."""
+    checkpoint = write(model, recipe={"data": {"lowercase": True}})
+    reference = source.with_name("reference")
+    found = translate_lines(model, vocabulary, LINES, DecodingOptions(beam=2, max_length=6))
+    reference.write_text("".join(f"{line.upper()}!\n" for line in found))
+    words = ["mt", "score", "--checkpoint", checkpoint, "--source", str(source), *FAST]
+    words += ["--tokenize", "char"]
+    assert main([*words, "--reference", str(reference)]) == 0
+    said = capsys.readouterr().out
+    expected = bleu(found, [f"{line.lower()}!" for line in found], tokenize="char").bleu
+    assert 0 < expected < 100
+    assert said.startswith(f"BLEU            {expected:6.2f}  ")
+    assert "references lower-cased, as in training\n" in said
+    assert main([*words, "--reference", str(reference), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lowercase"] is True
 
 
 def test_score_by_length(tmp_path, capsys):
@@ -137,12 +212,21 @@ def test_score_without_unknown_words(checkpoint, tmp_path, capsys):
 
 def test_known_references(checkpoint, write, model):
     references = ["the old bridge", "The old bridge", "the Ω bridge", ""]
-    cased = load_translator([checkpoint], "cpu")
-    assert cased.knows(references) == [True, False, False, True]
-    lower = load_translator([write(model, recipe={"data": {"lowercase": True}})], "cpu")
-    assert lower.knows(references) == [True, True, False, True]
-    tokens = TokenVocabulary(["the", "bridge"])
-    assert dataclasses.replace(cased, vocabulary=tokens).knows(references) is None
+    lower = write(model, recipe={"data": {"lowercase": True}})
+    for path, expected in (
+        (checkpoint, [True, False, False, True]), (lower, [True, True, False, True]),
+    ):  # fmt: skip
+        translator = load_translator([path], "cpu")
+        assert translator.knows(translator.prepare_references(references)) == expected
+
+
+@pytest.mark.parametrize(("words", "hints"), [([], 1), (["--alpha", "0.5"], 0), (["--gamma=1"], 0)])
+def test_default_weights_hint_at_tuning(grown_checkpoint, source, capsys, words, hints):
+    arguments = ["--input", str(source), "--deep-shallow", *words, *FAST]
+    assert main(["mt", "translate", grown_checkpoint, *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("deepfast mt score --tune finds good ones on a dev text") == hints
+    assert "--tune" not in said.out
 
 
 BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
@@ -157,9 +241,10 @@ BY_LENGTH = ["score", "{s}", "{s}", "--source", "{s}", "--by-length"]
         (["translate", "{c}", "--output", "{d}/no/x"], "/no is not an existing folder"),
         (["translate", "{c}", "--output", "{d}"], "expected a file, got a folder"),
         (["translate", "{c}", "--device", "tpu"], "expected cpu or cuda, got"),
-        (["translate", "{c}", "{c}", "--deep-shallow"], "one model of one checkpoint, got 2"),
-        (["translate", "{c}", "--gamma", "1"], "gamma needs deep_shallow, got gamma without it"),
-        (["tune", "{c}", "--source", "{s}", "--reference", "{s}"], "depth_growing, got transf"),
+        (["translate", "{c}", "{c}", "--deep-shallow"], "depth_growing, got 2 models"),
+        (["translate", "{c}", "--gamma", "1"], "alpha and gamma need deep_shallow, got "),
+        (["score", "--tune", "{s}", "{s}"], "expected HYPOTHESES and REFERENCES, or --checkp"),
+        (["translate", "{c}", "--nbest", "5"], "nbest must be at most beam 4, got 5"),
         (["score", "{s}", "{s}", "--checkpoint", "{c}"], "expected HYPOTHESES and REFERENCES"),
         (["score", "{s}", "{s}", "--by-length", "3"], "--by-length: expected --source, the text"),
         (["score", "{s}", "{s}", "--picture", "x.svg"], "--picture: expected --by-length, whose"),
@@ -179,6 +264,6 @@ def test_refused_with_a_sentence(checkpoint, source, tmp_path, capsys, arguments
         arguments = [*arguments, "--input", "{s}"]
     places = {"c": checkpoint, "s": source, "d": tmp_path, "e": tmp_path / "empty"}
     assert main(["mt", *(a.format(**places) for a in arguments)]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert sentence in said
+    said = [line for line in capsys.readouterr().err.splitlines() if "decoding: beam" not in line]
+    assert len(said) == 1
+    assert sentence in said[0]

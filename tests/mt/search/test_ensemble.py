@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from deepfast.cli import main
-from deepfast.mt.data import TokenVocabulary, Vocabulary
-from deepfast.mt.search import (
-    DecodingOptions,
-    Ensemble,
-    translate_lines,
-    translate_nbest,
-)
+from deepfast.mt.data import Vocabulary
+from deepfast.mt.search import DecodingOptions, Ensemble, translate_lines, translate_nbest
 from tests.mt.search.conftest import lively
 
 LINES = ["the old bridge", "", "we walk home"]
@@ -66,8 +61,8 @@ def test_models_that_cannot_vote(models, write, tmp_path, capsys):
     first, source = write(models[0]), tmp_path / "source"
     source.write_text("a small house\n")
     for path, sentence in (
-        (write(models[1], vocabulary=other), "expected the vocabulary of"),
-        (write(models[1], recipe={"data": {"lowercase": True}}), "got one of lower-cased text"),
+        (write(models[1], vocabulary=other), f"expected the vocabulary of {first}, got another"),
+        (write(models[1], recipe={"data": {"lowercase": True}}), "expected the data.lowercase of"),
     ):
         assert main(["mt", "translate", first, path, "--input", str(source), *FAST]) == 1
         said = capsys.readouterr().err
@@ -78,7 +73,8 @@ def test_models_that_cannot_vote(models, write, tmp_path, capsys):
 
 def test_lines_of_several_languages():
     """Each model chooses layers for a batch, and each numbers the languages in its own way."""
-    vocabulary = TokenVocabulary(["<de>", "<fr>", *"abcdefgh"])
+    letters = ["a b c d e f g h"] * 9
+    vocabulary = Vocabulary.train(letters, 14, tags=["<de>", "<fr>"], whole_words=True)
     tags = {tag: vocabulary.encode(f"<{tag}>")[0] for tag in ("de", "fr")}
     latent = {"encoder_connection": "latent", "decoder_connection": "latent"}
     models = [
@@ -96,6 +92,7 @@ def test_lines_of_several_languages():
     ]
     together = translate_nbest(ensemble, vocabulary, lines, DecodingOptions(**options))
     for one, other in zip(alone, together, strict=True):
-        assert [text for _, text in one] == [text for _, text in other]
-        assert [score for score, _ in one] == pytest.approx([score for score, _ in other], abs=1e-4)
+        assert [found.text for found in one] == [found.text for found in other]
+        scores = [found.score for found in other]
+        assert [found.score for found in one] == pytest.approx(scores, abs=1e-4)
     assert alone[0] != alone[1]

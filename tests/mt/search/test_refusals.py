@@ -16,7 +16,7 @@ from deepfast.mt.search import (
     bleu_by_length,
     score_hypotheses,
     translate_lines,
-    tune_deep_shallow,
+    tune,
 )
 from tests.mt.search.conftest import lively
 
@@ -37,7 +37,7 @@ OPTIONS = [
     ({"deep_shallow": True, "alpha": math.nan}, "alpha must be between 0 and 1, got nan"),
     ({"deep_shallow": True, "gamma": math.inf}, "gamma must be a number from -10 to 10, got inf"),
     ({"length_form": "wu"}, "length_form must be one of gnmt, power, got 'wu'"),
-    ({"gamma": 1.0}, "gamma needs deep_shallow, got gamma without it"),
+    ({"gamma": 1.0}, "alpha and gamma need deep_shallow, got them without it"),
     ({"replace_unknown": True, "no_unknown": True}, "cannot go with no_unknown, got both"),
     ({"replace_unknown": True, "deep_shallow": True}, "cannot go with deep_shallow, got both"),
 ]
@@ -52,13 +52,18 @@ REFUSED = [
     (partial(force, SOURCE, [[], []]), "expected translations of 3 sentences, got 2"),
     (partial(bleu, ["a", "b"], ["a"]), "got 2 translations and 1 references"),
     (partial(bleu, [], []), "at least one translation, got none"),
-    (partial(bleu, ["a"], "text"), "references must be a list of sentences, got one string"),
+    (partial(bleu, ["a"], "text"), "references must be a list of sentences, got str"),
+    (partial(bleu, ["a"], [["a"]]), "references must be a list of sentences, got one with a list"),
+    (partial(bleu, [None], ["a"]), "hypotheses must be a list of sentences, got one with a None"),
+    (partial(bleu, ["a"], None), "references must be a list of sentences, got NoneType"),
+    (partial(bleu, iter(["a"]), ["a"]), "hypotheses must be a list of sentences, got list_iter"),
+    (partial(bleu, ["a"], ["a"], tokenize="mecab"), "tokenize must be one of 13a, none, intl, "),
     *((partial(bounded, bounds), "by_length: expected rising integ")
       for bounds in ([], [0], [3, 3], [5, 3], [-1, 3])),
-    (partial(Ensemble, []), "Ensemble: expected at least one model, got none"),
-    (partial(Ensemble, [lively(60), lively(9)]), "models with one vocab_size, got [60, 9]"),
+    (partial(Ensemble, []), "padding_idx, got none"),
+    (partial(Ensemble, [lively(60), lively(9)]), "got [(9, 9, 0), (60, 60, 0)]"),
     (partial(Ensemble, [lively(target_vocab_size=10, **SPLIT), lively(9)]),
-     "target_vocab_size, got [10, 9]"),
+     "target_vocab_size and padding_idx, got [(9, 9, 0), (9, 10, 0)]"),
 ]  # fmt: skip
 
 
@@ -68,14 +73,15 @@ def test_refused_with_a_sentence(call, sentence):
         call()
 
 
-def test_refused_for_these_models(grown_model, model, vocabulary):
+def test_refused_for_these_models(model, vocabulary):
     other = Vocabulary.train(["some other text of other words"] * 3, 30)
+    deep = DecodingOptions(deep_shallow=True)
     for call, sentence in (
-        (partial(tune_deep_shallow, grown_model, vocabulary, ["a", "b"], ["a"]),
-         "got 2 lines and 1 references"),
-        (partial(tune_deep_shallow, grown_model, vocabulary, [], []), "at least one, got 0 lines"),
-        (partial(tune_deep_shallow, model, vocabulary, ["a"], ["a"]),
-         "of the kind depth_growing, got transformer"),
+        (lambda: next(tune(model, vocabulary, ["a", "b"], ["a"])), "got 2 lines and 1 references"),
+        (lambda: next(tune(model, vocabulary, [], [])), "at least one, got 0 lines"),
+        (lambda: next(tune(model, vocabulary, ["a"], ["a"], deep)), "_growing, got transformer"),
+        (partial(translate_lines, model, vocabulary, ["a"], deep), "_growing, got transformer"),
+        (partial(translate_lines, Ensemble([model] * 2), vocabulary, ["a"], deep), "got 2 models"),
         (partial(translate_lines, model, other, ["a"]), "of the model's 60 pieces, got 30"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):

@@ -1,22 +1,24 @@
-"""Unknown words that become the source words they are aligned with."""
+"""Unknown words that become the source words they are aligned with, and marks of PosUnk."""
 
 import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.data.vocabulary import UNK
-from deepfast.mt.search import DecodingOptions, Ensemble, translate_nbest
-from deepfast.mt.search.unknown import check_aligns, replace_unknown
+from deepfast.mt.data.vocabulary import EOS, UNK
+from deepfast.mt.search import DecodingOptions, Ensemble, translate_lines, translate_nbest
+from deepfast.mt.search.unknown import aligned_words, check_aligns
 from tests.mt.search.conftest import Table, grown, lively, recurrent
 
 LINE = "the old bridge of Ωxford"
 
 
-class Looks(torch.nn.Module):
-    """Attention by rule: position t of the target is on the source's token ``places[t]``."""
+class Looks(Table):
+    """Says ``tokens``. Position t of the target looks at the source's token ``places[t]``."""
 
-    def __init__(self, places):
-        super().__init__()
+    def __init__(self, places, tokens=(), size=9):
+        rows = torch.eye(size) * 50
+        super().__init__(lambda _, prefix: rows[(*tokens, EOS)[len(prefix)]])
+        self.config.vocab_size = size
         self.anything = torch.nn.Parameter(torch.zeros(1))
         self.places = places
 
@@ -35,34 +37,42 @@ def places_of(vocabulary, *numbers):
 
 def test_copies_or_translates_what_is_looked_at(vocabulary):
     known = vocabulary.encode("home")
-    places = places_of(vocabulary, 4, *[0] * len(known), 2)
     tokens = [UNK, *known, UNK]
-    texts = replace_unknown(Looks(places), vocabulary, LINE, [tokens, known])
-    assert texts == ["Ωxford home bridge", "home"]
+    model = Looks(places_of(vocabulary, 4, *[0] * len(known), 2), tokens, len(vocabulary))
+    found = aligned_words(model, vocabulary, LINE, [tokens, known], {})
+    assert found == [["Ωxford", "bridge"], []]
+    options = DecodingOptions(beam=1, replace_unknown=True)
+    assert translate_lines(model, vocabulary, [LINE], options) == ["Ωxford home bridge"]
     # Pieces of one unknown word are one copy.
     model = Looks(places_of(vocabulary, 4, 4, 1))
-    for dictionary, text in (({}, "Ωxford old"), ({"old": "alt"}, "Ωxford alt")):
-        assert replace_unknown(model, vocabulary, LINE, [[UNK] * 3], dictionary) == [text]
+    for dictionary, words in (({}, ["Ωxford", "", "old"]), ({"old": "alt"}, ["Ωxford", "", "alt"])):
+        assert aligned_words(model, vocabulary, LINE, [[UNK] * 3], dictionary) == [words]
 
 
-def test_a_dictionary_replaces_the_marks_of_a_translation(model, tmp_path):
-    """A model that says ``<unk:+0> c <unk:-1>``."""
-    vocabulary = Vocabulary.train(["a b <unk:+0> c <unk:-1>"] * 3, 9, whole_words=True)
-    wanted = [*vocabulary.encode("<unk:+0> c <unk:-1>"), vocabulary.eos_id]
-    rows = torch.eye(len(vocabulary)) * 50
-    table = Table(lambda _, prefix: rows[wanted[len(prefix)]])
-    table.config.vocab_size = len(vocabulary)
-    table.anything = torch.nn.Parameter(torch.zeros(1))
+@pytest.mark.parametrize("replace_unknown", [False, True])
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("<unk:+0> c <unk:-1>", "x c z"),
+        # Two unks that look at one word are one copy, but the mark counts both.
+        ("rare rare c <unk:+1>", "x c v"),
+    ],
+)
+def test_a_dictionary_replaces_the_marks_of_a_translation(
+    tmp_path, said, expected, replace_unknown
+):
+    vocabulary = Vocabulary.train(["a b <unk:+0> c <unk:-1> <unk:+1>"] * 3, 10, whole_words=True)
+    model = Looks([0] * 4, vocabulary.encode(said), len(vocabulary))
     path = tmp_path / "dictionary"
     path.write_text("y\tz\n")
-    options = DecodingOptions(beam=1, dictionary=str(path))
-    (best,) = translate_nbest(table, vocabulary, ["x w v y"], options)
-    assert best[0][1] == "x c z"
+    options = DecodingOptions(beam=1, dictionary=str(path), replace_unknown=replace_unknown)
+    (text,) = translate_lines(model, vocabulary, ["x w v y"], options)
+    assert text == (expected if replace_unknown or "rare" not in said else "⁇ ⁇ c v")
 
 
 def test_the_end_of_the_source_is_no_word(vocabulary):
     model = Looks([len(vocabulary.encode(LINE))])
-    assert replace_unknown(model, vocabulary, LINE, [[UNK]])[0] in LINE.split()
+    assert aligned_words(model, vocabulary, LINE, [[UNK]], {})[0][0] in LINE.split()
 
 
 @pytest.mark.parametrize("word", ["the", "bridge"])
@@ -70,38 +80,37 @@ def test_behind_a_language_tag_the_same_word(word):
     vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
     line = "<de> the old bridge"
     end = len(vocabulary.encode(line.partition(word)[0] + word))
-    assert replace_unknown(Looks([end - 1]), vocabulary, line, [[UNK]]) == [word]
+    assert aligned_words(Looks([end - 1]), vocabulary, line, [[UNK]], {}) == [[word]]
     # Most attention may be on the tag, but it is no word.
-    assert replace_unknown(Looks([0]), vocabulary, line, [[UNK]])[0] in line.split()[1:]
+    assert aligned_words(Looks([0]), vocabulary, line, [[UNK]], {})[0][0] in line.split()[1:]
 
 
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
-def test_every_model_with_attention(model, grown_model, lstm, vocabulary, kind):
+def test_every_model_with_attention(model, grown_model, lstm, vocabulary, monkeypatch, kind):
     chosen = {
         "transformer": model, "depth_growing": grown_model,
         "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
     }[kind]  # fmt: skip
-    # Make unk by far the most likely token.
     step = chosen.step
 
     def unknown(tokens, state):
+        """Unk is by far the most likely token."""
         logits = step(tokens, state)
-        logits[:, UNK] += 100 if state is not None else 0
+        logits[:, UNK] += 100
         return logits
 
-    chosen.step = unknown
-    try:
-        options = {"beam": 2, "max_length": 3}
-        plain = translate_nbest(chosen, vocabulary, [LINE, "boats"], DecodingOptions(**options))
-        replaced = translate_nbest(
-            chosen, vocabulary, [LINE, "boats"], DecodingOptions(replace_unknown=True, **options)
+    monkeypatch.setattr(chosen, "step", unknown)
+    plain, replaced = (
+        translate_nbest(
+            chosen, vocabulary, [LINE, "boats"],
+            DecodingOptions(beam=2, max_length=3, replace_unknown=replace),
         )
-    finally:
-        del chosen.step
-    assert all("⁇" in best[0][1] for best in plain)
-    assert set(replaced[0][0][1].split()) <= set(LINE.split())
-    assert replaced[1][0][1].split() == ["boats"]
-    assert [b[0][0] for b in plain] == [b[0][0] for b in replaced]
+        for replace in (False, True)
+    )  # fmt: skip
+    assert all("⁇" in best[0].text for best in plain)
+    assert set(replaced[0][0].text.split()) <= set(LINE.split())
+    assert replaced[1][0].text.split() == ["boats"]
+    assert [b[0].score for b in plain] == [b[0].score for b in replaced]
 
 
 @pytest.mark.parametrize("make", [lively, grown])
@@ -131,4 +140,4 @@ def test_a_model_without_attention_is_refused(vocabulary, model, lstm):
     for one in (blind, Ensemble([model, blind])):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
             translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
-    check_aligns(Ensemble([model, lstm]), vocabulary)
+    check_aligns(Ensemble([model, lstm]))

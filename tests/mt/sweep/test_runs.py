@@ -1,37 +1,39 @@
 """How runs are started, ended and kept. A script stands for the process that trains."""
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from deepfast.mt.sweep import runs as module
-from deepfast.mt.sweep.runs import Processes, Run, compare, run_all
+from deepfast.mt.sweep.runs import Run, make_runs, read_result
 from deepfast.mt.training import load_recipe
 
 SCRIPT = """
-import json, os, pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1])
-recipe = json.loads((folder / "settings.json").read_text())
-layers = recipe["model"]["encoder_layers"]
+import json, os, pathlib, re, signal, sys, time
+path = pathlib.Path(sys.argv[1])
+folder, name = path.parent, path.parent.name
 def stop(number, frame):
     (folder / "saved").touch()
-    sys.exit(130)
+    sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
-with open(folder.parent / "events", "a") as events:
-    events.write(f"+{layers} {os.environ.get('OMP_NUM_THREADS')}\\n")
-time.sleep(recipe["optim"]["lr"])
+def say(sign):
+    with open(folder.parent / "events", "a") as events:
+        places = (os.environ.get(x) for x in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"))
+        print(sign + name, *places, file=events)
+say("+")
+time.sleep(float(re.search("lr: (.*)", path.read_text())[1]))
 if (folder.parent / "broken").exists():
-    print("one thing", "data: no text", sep="\\n")
+    print("one thing", "deepfast mt train: data: no text", sep="\\n")
     sys.exit(1)
-with open(folder.parent / "events", "a") as events:
-    events.write(f"-{layers}\\n")
-found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": layers, "curve": [],
-         "seconds": 1}
+say("-")
+row = {"event": "valid", "step": 5, "nll": 2.5, "seconds": 1.0}
+(folder / "metrics.jsonl").write_text(json.dumps(row))
+found = {"best_nll": 2.5, "average_nll": None, "test_bleu": None}
 (folder / "result.json").write_text(json.dumps(found))
 """
 
@@ -40,18 +42,19 @@ found = {"seed": 1, "process_bytes": layers * 100, "steps": 1, "parameters": lay
 def _script(tmp_path, monkeypatch):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    monkeypatch.setattr(module, "PROCESS", (sys.executable, "-S", str(path)))
+    monkeypatch.setattr(module, "TRAIN", (sys.executable, "-S", str(path)))
 
 
 @pytest.fixture
 def make(tmp_path):
-    def runs(*layers, seconds=0.01):
-        recipe = load_recipe("phrases-small", ["model.dim=8", f"optim.lr={seconds}"])
+    """make("a", "b") are two runs; their learning rate is the time that they take."""
+
+    def runs(*names, seconds=0.01, seed=1, more=()):
+        own = [f"optim.lr={seconds}", f"train.seed={seed}", *more]
         return [
-            Run(f"{count} layers", replace(recipe, model=recipe.model | {"encoder_layers": count}),
-                tmp_path / str(count))
-            for count in layers
-        ]  # fmt: skip
+            Run(name, load_recipe("phrases-small", [*own, f"output={tmp_path / name}"]))
+            for name in names
+        ]
 
     return runs
 
@@ -69,133 +72,111 @@ def most_at_once(lines):
     return most
 
 
-def collect(runs, **options):
-    found = []
-    run_all(runs, lambda run, result: found.append((run.name, result)), Processes(**options))
-    return found
-
-
-def test_a_finished_run_is_not_made_again(make, tmp_path):
-    first = collect(make(1, 2))
-    assert [name for name, _ in first] == ["1 layers", "2 layers"]
-    assert collect(make(1, 2)) == first
+def test_a_finished_run_is_not_made_again(make, tmp_path, capsys):
+    for _ in range(2):
+        runs = make("b", seed=2) + make("a")
+        make_runs(runs, 1)
+        found = {"best_nll": 2.5, "average_nll": None, "test_bleu": None, "curve": [[5, 2.5]],
+                 "seconds": 1.0, "nll": 2.5}  # fmt: skip
+        assert [run.result() for run in runs] == [{"seed": 2} | found, {"seed": 1} | found]
+    # All first seeds run before any second one.
+    assert [line[:2] for line in events(tmp_path)] == ["+a", "-a", "+b", "-b"]
+    said = "a, seed 1: dev NLL 2.500, 1 s\nb, seed 2: dev NLL 2.500, 1 s\n"
+    assert capsys.readouterr().out == said
+    make_runs(make("c"), 0)
     assert len(events(tmp_path)) == 4
-    assert most_at_once(events(tmp_path)) == 1
 
 
 def test_other_settings_are_refused_before_anything_starts(make, tmp_path):
-    collect(make(1))
-    other = make(2, 1, seconds=0.02)
-    with pytest.raises(
-        ValueError,
-        match=r"/1: expected a run with the same settings, got other "
-        r"settings \(optim.lr 0.01 -> 0.02\); choose another folder with --output",
-    ):
-        collect(other)  # fmt: skip
+    make_runs(make("a"), 1)
+    # Where the ids of a text are kept is no setting.
+    make_runs(make("a", more=["data.cache=elsewhere"]), 1)
+    sentence = (
+        r"/a: expected a run with the same settings, got other settings \(optim.lr 0.01 -> 0.02\); "
+        "choose another folder with --output"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        make_runs(make("b", "a", seconds=0.02), 1)
     assert len(events(tmp_path)) == 2
-    (tmp_path / "1" / "settings.json").unlink()
-    with pytest.raises(ValueError, match="got a result without settings"):
-        collect(make(1))
 
 
 def test_a_run_that_fails_is_a_result_and_is_made_again(make, tmp_path):
     (tmp_path / "broken").touch()
-    ((_, found),) = collect(make(1))
-    assert found["failed"] == "exit 1: data: no text"
+    (run,) = runs = make("a")
+    make_runs(runs, 1)
+    assert run.result() == {"seed": 1, "failed": "exit 1: data: no text"}
     (tmp_path / "broken").unlink()
-    ((_, found),) = collect(make(1))
-    assert "failed" not in found
+    (run,) = runs = make("a")
+    make_runs(runs, 1)
+    assert run.result()["nll"] == 2.5
 
 
-def test_jobs_at_once_share_the_cores(make, tmp_path):
-    collect(make(1, 2, 3, 4, seconds=0.4), jobs=2)
-    assert most_at_once(events(tmp_path)) == 2
-    threads = {line.split()[1] for line in events(tmp_path) if line[0] == "+"}
-    assert threads == {str(max(1, module.cores() // 2))}
-    collect(make(5), threads=3)
-    assert events(tmp_path)[-2] == "+5 3"
-
-
-def test_as_many_jobs_as_the_memory_holds(make, tmp_path):
-    # Each run takes 100 bytes a layer. The deepest is measured first, alone.
-    collect(make(1, 2, 3, 4, seconds=0.4), jobs=4, memory=850)
+def test_jobs_at_once_share_the_cores_and_the_gpus(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    make_runs(make("a", "b", "c", "d", seconds=0.4, more=["train.device=cuda"]), 2)
     lines = events(tmp_path)
-    assert lines[0].startswith("+4")
-    assert lines[1] == "-4"
     assert most_at_once(lines) == 2
-
-
-def test_a_run_that_does_not_fit_is_not_started(make, tmp_path):
-    found = dict(collect(make(1, 2), jobs=2, memory=150))
-    assert "failed" not in found["2 layers"]
-    assert found["1 layers"]["failed"] == "not started: a run took 200 B, more than 150 B"
-    # A deeper run than any so far is measured, alone.
-    assert "failed" not in dict(collect(make(3), memory=150))["3 layers"]
+    started = [line.split() for line in lines if line[0] == "+"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert {words[1] for words in started} == {threads}
+    assert sorted(words[2] for words in started) == ["3", "3", "5", "5"]
+    assert {words[2] for words in started[:2]} == {"3", "5"}
+    # A run that is alone has all cores, and one that names its device keeps it.
+    make_runs(make("e", more=["train.device=cuda:1"]), 1)
+    assert events(tmp_path)[-1].split() == ["-e", "None", "3,5"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_all_processes(make, tmp_path, number):
+def test_a_signal_ends_all_processes(make, tmp_path, number):
     def send():
         while len(events(tmp_path)) < 2:
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send).start()
-    runs = make(1, 2, 3, seconds=60)
+    runs = make("a", "b", "c", seconds=60)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        collect(runs, jobs=2)
+        make_runs(runs, 2)
     assert time.monotonic() - started < 30
     assert [(run.folder / "saved").exists() for run in runs] == [True, True, False]
-    assert not any((run.folder / "result.json").exists() for run in runs)
+    assert [run.result() for run in runs] == [None] * 3
 
 
 def test_runs_under_nohup_ignore_a_closed_terminal(make):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    reported = []
+    before, ended = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
 
-    def report(run, found):
+    def each():
         os.kill(os.getpid(), signal.SIGHUP)
-        reported.append(found)
+        ended.append(1)
 
     try:
-        run_all(make(1, 2), report, Processes())
+        make_runs(make("a", "b"), 1, each)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert len(reported) == 2
+    assert len(ended) == 2
 
 
-def test_an_error_while_reporting_leaves_no_process(make):
-    def report(run, found):
+def test_an_error_after_a_run_leaves_no_process(make):
+    def each():
         raise OSError("no space left")
 
     started = time.monotonic()
-    # The first run is reported while the second one runs.
+    # The first run ends while the second one runs.
     with pytest.raises(OSError, match="no space"):
-        run_all([*make(1), *make(2, seconds=60)], report, Processes(jobs=2))
+        make_runs([*make("a"), *make("b", seconds=60)], 2, each)
     assert time.monotonic() - started < 30
 
 
-def test_a_comparison_is_written_as_it_grows(make, monkeypatch, capsys):
-    """Every line once before any line twice, and at the end also after an interrupt."""
-    monkeypatch.setattr(module, "EVERY", -1)
-    first, second, third, fourth = make(1, 2, 3, 4)
-    lines, written = {"a": [first, third], "b": [second, fourth]}, []
-    monkeypatch.setattr(module, "in_words", lambda found: "done")
-    results = compare(lines, Processes(), written.append)
-    assert [[len(own) for own in found.values()] for found in written] == [
-        [1, 0], [1, 1], [2, 1], [2, 2], [2, 2],
-    ]  # fmt: skip
-    assert results == written[-1]
-    assert [list(own) for own in results.values()] == [[first, third], [second, fourth]]
-    assert capsys.readouterr().out.splitlines()[0] == "1 layers, seed 1: done"
-
-    def stopped(runs, report, processes):
-        report(first, {"seed": 1})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "EVERY", 60)
-    monkeypatch.setattr(module, "run_all", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        compare(lines, Processes(), written.append)
-    assert written[-1] == {"a": {first: {"seed": 1}}, "b": {}}
+def test_the_result_of_a_model_that_grows_has_both_runs(tmp_path):
+    (tmp_path / "result.json").write_text('{"best_nll": 1.0, "average_nll": 0.5}')
+    for stage, nll in (("stage1", 3.0), ("stage2", 1.0)):
+        rows = [{"event": "valid", "step": step, "nll": nll, "seconds": step} for step in (4, 8)]
+        (tmp_path / stage).mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / stage / "metrics.jsonl").write_text(text)
+    found = read_result(tmp_path, 7)
+    assert found["curve"] == [[4, 3.0], [8, 3.0], [12, 1.0], [16, 1.0]]
+    assert (found["seed"], found["seconds"], found["nll"]) == (7, 16, 0.5)

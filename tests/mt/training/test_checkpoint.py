@@ -1,66 +1,161 @@
-"""Checkpoints: one sentence for every unfit file, and averages."""
+"""The folder of a step: whole after a kill at any point, refused where it is damaged."""
+
+import errno
+import itertools
+import os
+import pickle
+import random
+import sys
 
 import pytest
 import torch
 
-from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
-from deepfast.mt.training import CheckpointError, average_checkpoints, load_checkpoint
-from deepfast.mt.training import checkpoint as module
-from deepfast.mt.training.checkpoint import check_config, save_checkpoint
+from deepfast.mt.models.checkpoint import CheckpointError, load_checkpoint, load_model
+from deepfast.mt.models.checkpoint_folder import check_files, read_run
+from deepfast.mt.training import saving
+from deepfast.mt.training.ranks import Ranks
+from deepfast.mt.training.run_folder import prune, recover, step_checkpoints
+from deepfast.mt.training.saving import Saving
+from tests.mt.training.runs import tensors
+
+CONTENT = {"step": 4, "kind": "transformer", "config": {}, "vocabulary": b"v", "recipe": {},
+           "training": {}}  # fmt: skip
+LATENT = {"model.decoder_connection": "latent", "model.decoder_layers": 3}
 
 
-def content(value=1.0, width=3):
-    state = {"w": torch.full((width,), value), "n": torch.tensor([1, 2])}
-    return {"step": 3, "config": {}, "model": state, "vocabulary": b"v\xff", "recipe": {}}
+def write(folder, value, step=4):
+    path = folder / f"step-{step:08d}"
+    weights = {"model.w": torch.full((500,), value), "optimizer.w.step": torch.tensor(3.0)}
+    saving._write_folder(path, CONTENT | {"step": step}, weights, Ranks())
+    return path
 
 
-def test_a_checkpoint_from_before_every_choice_made_in_a_dict():
-    added = {"dlcl", "latent", "languages", "fusion"}
-    grown = DepthGrowingConfig(vocab_size=9)
-    saved = {k: v for k, v in vars(grown).items() if k not in added | {"top_dlcl"}}
-    check_config("a.pt", {"kind": "depth_growing", "config": saved}, grown)
-    config = TransformerConfig(vocab_size=9)
-    saved = {k: v for k, v in vars(config).items() if k not in added}
-    check_config("a.pt", {"config": saved}, config)
-    other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
-    with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):
-        check_config("a.pt", {"config": saved}, other)
+def value_of(path):
+    check_files(path, read_run(path)["files"])
+    (value,) = load_checkpoint(path)["model"]["w"].unique().tolist()
+    return value
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"step": "3"}, "step as int, got str"),
-        ({"recipe": None}, "recipe as dict, got NoneType"),
-        ({"vocabulary": 3}, "vocabulary as bytes .*int"),
-    ],
-)
-def test_other_content_is_one_sentence(tmp_path, changes, message):
-    """tests/mt/models/test_checkpoint.py has damaged files and those of other kinds."""
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, content() | changes)
-    with pytest.raises(CheckpointError, match=rf"^{path}: .*{message}"):
+def killed_after(count, work):
+    """Does the work in a child that is killed at its file operation of this number; returns
+    whether it was."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = itertools.count(count, -1)
+
+    def hook(event, arguments):
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir")
+        if (changes or (event == "open" and arguments[2] & os.O_WRONLY)) and next(left) == 0:
+            os._exit(9)
+
+    try:
+        sys.addaudithook(hook)
+        work()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("again", [True, False], ids=["over the old one", "with a prune"])
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_one(tmp_path, again):
+    def work():
+        new = write(folder, 2.0, 4 if again else 8)
+        if not again:
+            prune(folder, 1, 4)
+        assert value_of(new) == 2.0
+
+    for count in itertools.count():
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        write(folder, 1.0)
+        killed = killed_after(count, work)
+        recover(folder)
+        found = step_checkpoints(folder)
+        assert sorted(folder.iterdir()) == found
+        values = [value_of(path) for path in found]
+        assert values in ([[1.0], [2.0]] if again else [[1.0], [1.0, 2.0], [2.0]])
+        if not killed:
+            break
+    assert values == [2.0]
+    assert count > 8
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+def test_a_folder_has_no_pickle_and_none_is_read(tmp_path, capsys):
+    path = write(tmp_path, 1.0)
+    assert sorted(file.name for file in path.iterdir()) == ["__0_0.distcp", "run.pt"]
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert value_of(path) == 1.0
+    torch.save(CONTENT | {"format": Evil()}, path / "run.pt")
+    with pytest.raises(CheckpointError, match=r"run\.pt: expected a deepfast checkpoint, got a fi"):
+        value_of(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_damaged_byte_of_a_tensor_file_is_an_error(tmp_path):
+    path = write(tmp_path, 1.0)
+    file = path / "__0_0.distcp"
+    data = file.read_bytes()
+    for place in random.Random(1).sample(range(len(data)), 20):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"00004: .* damaged in its file __0_0\.distcp$"):
+            load_checkpoint(path)
+    for spoil in (lambda: file.write_bytes(data[:-1]), file.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match=r"damaged in its file __0_0\.distcp$"):
+            load_checkpoint(path)
+    (path / "run.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"run\.pt: there is no such file"):
         load_checkpoint(path)
-    torch.save({"format": module.FORMAT, "version": module.VERSION, "step": 1}, path)
-    with pytest.raises(CheckpointError, match=f"^{path}: the checkpoint lacks config, model, voca"):
-        load_checkpoint(path)
 
 
-def test_average_is_the_mean_and_keeps_dtypes(tmp_path):
-    paths = [tmp_path / f"{i}.pt" for i in range(3)]
-    # In float32 the sum of the first two would lose the last digit.
-    for path, value in zip(paths, (16777216.0, 1.0, 1.0), strict=True):
-        save_checkpoint(path, content(value))
-    mean = average_checkpoints(paths)
-    assert mean["w"].dtype == torch.float32
-    assert mean["w"][0].item() == pytest.approx(16777218 / 3, rel=1e-7)
-    assert torch.equal(mean["n"], torch.tensor([1, 2]))
+def test_a_full_disk_leaves_the_old_one(tmp_path, monkeypatch):
+    path = write(tmp_path, 1.0)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as error:
+            write(tmp_path, 2.0)
+    told = "the checkpoint cannot be written (No space left on device); earlier ones are intact"
+    assert str(error.value) == f"{path}: {told}"
+    assert list(tmp_path.iterdir()) == [path]
+    assert value_of(path) == 1.0
 
 
-def test_average_of_other_shapes_or_of_nothing(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", content())
-    save_checkpoint(tmp_path / "b.pt", content(width=4))
-    with pytest.raises(CheckpointError, match=r"b\.pt: the model differs in shape from .*a\.pt"):
-        average_checkpoints([tmp_path / "a.pt", tmp_path / "b.pt"])
-    with pytest.raises(CheckpointError, match="at least one checkpoint, got none"):
-        average_checkpoints([])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_step_is_saved_and_restored_as_it_is(make_trainer, tmp_path, steps):
+    """Also before the first update, where Adam has no state, and with parameters that had no
+    gradient, which have none."""
+    trainer, other = make_trainer(LATENT), make_trainer(LATENT | {"optim.lr": 1.0})
+    for _ in range(steps):
+        trainer.train_step()
+    state = trainer.optimizer.state
+    assert len(state) == (len(trainer.parameters) if steps else 0)
+    model = trainer.model
+    lazy = next(iter(state), None)
+    state.pop(lazy, None)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    path = Saving(tmp_path, trainer, trainer.recipe.train).step()
+    saved = tensors(path)
+    assert {name.partition(".")[0] for name in saved} == ({"model", "optimizer"} if steps
+                                                          else {"model"})  # fmt: skip
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    Saving(tmp_path, other, other.recipe.train).restore(read_run(path), path)
+    assert len(other.optimizer.state) == len(state)
+    restored = Saving(tmp_path, other, other.recipe.train)._tensors()
+    assert restored.keys() == saved.keys()
+    assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
+    # Rates are the recipe's.
+    assert {group["lr"] for group in other.optimizer.param_groups} == {1.0}
+    loaded, _ = load_model(path)
+    assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
+    trainer.train_step()
+    other.train_step()
+    assert len(other.optimizer.state) == len(other.parameters)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from deepfast.mt.training import (
     recipe_from_dict,
     train,
 )
-from deepfast.mt.training.growing import second_run
-from tests.mt.training.runs import assert_same_runs, at_step, rows
+from deepfast.mt.training.growing import runs, second_run
+from tests.mt.training.runs import assert_same_runs, at_step, rows, tensors
 
 GROW = {
     "grow.model.top_encoder_layers": 2,
@@ -47,44 +48,34 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     result = train(make_recipe(GROW | {"grow.train.max_steps": 16, "model.dropout": 0.0}))
     assert result.output == tmp_path / "run" / "stage2"
     assert (result.step, result.stopped) == (16, "max_steps")
-    said = capsys.readouterr().out
-    best = tmp_path / "run" / "stage1" / "best.pt"
+    said, best = capsys.readouterr().out, tmp_path / "run" / "stage1" / "best.pt"
     assert f"grows on {best}, of step" in said
     assert "model 3+2 encoder layers (dlcl+dlcl), 1+1 decoder layers" in said
-    assert [line for line in said.splitlines() if line.startswith("stage ")] == [
-        f"stage 1 of 2: 3 encoder and 1 decoder layer, into {best.parent}",
-        f"stage 2 of 2: 2 encoder and 1 decoder layer on top of {best}, which is frozen, into "
-        f"{result.output}",
-    ]
-    first, second = said.split("stage 2 of 2")
+    first, second = said.split(f"stage 2 of 2, into {result.output}\n")
+    assert first.startswith(f"stage 1 of 2, into {best.parent}\n")
     # Each header counts the parameters that its run trains, and all parameters.
     counts = [sum(p.numel() for p in load_model(path)[0].parameters())
               for path in (best, result.best)]  # fmt: skip
     assert f", {counts[0]:,} parameters, cpu" in first
     learns = counts[1] - counts[0]
     assert f", {counts[1]:,} parameters, {learns:,} of them trainable, cpu" in second
-    bottom = weights(tmp_path / "run" / "stage1" / "best.pt")
-    first, average, last = (
-        weights(result.output / name)
-        for name in ("step-00000012.pt", "average.pt", "step-00000016.pt")
-    )
+    names = ("step-00000012", "average.pt", "step-00000016")
+    states = [weights(result.output / name) for name in names]
     # No bit of the bottom has changed, also in an average; all of the top has.
+    bottom = weights(best)
     for name, tensor in bottom.items():
-        for state in (first, average, last):
-            assert torch.equal(state[f"bottom.{name}"], tensor)
-    tops = [name for name in last if not name.startswith("bottom.")]
-    assert len(tops) + len(bottom) == len(last)
-    assert all(not torch.equal(first[name], last[name]) for name in tops)
+        assert all(torch.equal(state[f"bottom.{name}"], tensor) for state in states)
+    tops = [name for name in states[0] if not name.startswith("bottom.")]
+    assert len(tops) + len(bottom) == len(states[0])
+    assert all(not torch.equal(states[0][name], states[2][name]) for name in tops)
     losses = [row["loss"] for row in rows(result.output, "train")]
     assert losses[-1] < losses[0] - 0.2
     # The second run has its own counter, schedule and optimizer.
-    assert [row["lr"] for row in rows(result.output, "train")[:5]] == pytest.approx(
-        [2e-3, 4e-3, 6e-3, 8e-3, 8e-3 * (4 / 5) ** 0.5]
-    )
-    state = load_checkpoint(result.checkpoint)["training"]["optimizer"]["state"]
-    assert len(state) == len(tops)
-    model, _ = load_model(result.for_translation)
-    assert isinstance(model, DepthGrowing)
+    rates = [row["lr"] for row in rows(result.output, "train")[:5]]
+    assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 8e-3 * (4 / 5) ** 0.5])
+    learned = {n.rpartition(".")[0] for n in tensors(result.checkpoint) if "optimizer" in n}
+    assert len(learned) == len(tops)
+    assert isinstance(load_model(result.for_translation)[0], DepthGrowing)
 
 
 @pytest.mark.parametrize("growing", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -102,7 +93,7 @@ def test_an_interrupt_stops_both_and_either_resumes(
     changes = GROW | {"resume": str(first.checkpoint)}
     assert train(make_recipe(changes)).output == tmp_path / "run" / "stage2"
     said = capsys.readouterr().out
-    assert ("stage 1 of 2: " in said, "stage 2 of 2: " in said) == (not growing, True)
+    assert ("stage 1 of 2" in said, "stage 2 of 2" in said) == (not growing, True)
     assert_same_folders(whole_run(GROW), tmp_path / "run")
 
 
@@ -142,19 +133,16 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path, 
         assert not output.exists()
 
 
-def test_a_second_run_that_is_there_is_seen_before_the_first_begins(make_recipe, tmp_path):
+def test_what_stops_the_second_run_is_seen_before_the_first_begins(make_recipe, tmp_path):
+    for device in ("cuda:99", "tpu"):
+        with pytest.raises(RecipeError, match=r"train\.device: expected .*, got '" + device):
+            train(make_recipe(GROW | {"grow.train.device": device}), quiet=True)
+        assert not (tmp_path / "run").exists()
     (tmp_path / "run" / "stage2").mkdir(parents=True)
     (tmp_path / "run" / "stage2" / "best.pt").touch()
     with pytest.raises(CheckpointError, match=r"stage2: expected a new folder.*\(best\.pt\)"):
         train(make_recipe(GROW), quiet=True)
     assert not (tmp_path / "run" / "stage1").exists()
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "tpu"])
-def test_a_device_of_the_second_run_that_is_not_here(make_recipe, tmp_path, device):
-    with pytest.raises(RecipeError, match=r"train\.device: expected .*, got '" + device):
-        train(make_recipe(GROW | {"grow.train.device": device}), quiet=True)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
@@ -174,17 +162,27 @@ def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path
     assert rows(alone.output) == rows(whole_run(GROW).output)
 
 
-def test_the_length_of_the_second_run_is_its_own():
-    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train.max_steps=7"])
-    assert (recipe.train.max_steps, second_run(recipe).train.max_steps) == (9, 7)
-    recipe = load_recipe("phrases-growing", ["train.max_steps=9", "grow.train=null"])
-    assert second_run(recipe).train.max_steps == 9
-
-
-def test_an_empty_section_grows_by_the_defaults(make_recipe):
-    assert make_recipe({"grow": {}}).grow == {}
+def test_a_section_may_be_empty_and_the_second_run_has_its_own_length(make_recipe):
+    for changes, length in (({}, 9), ({"grow.train.max_steps": 7}, 7)):
+        recipe = make_recipe({"grow": {}, "train.max_steps": 9} | changes)
+        assert (recipe.train.max_steps, second_run(recipe).train.max_steps) == (9, length)
     assert make_recipe({"grow": None}).grow is None
-    recipe = make_recipe()
-    recipe.grow = {"model": {"dim": 32}}
-    with pytest.raises(RecipeError, match=r"grow\.model\.dim: expected one of top_encoder_layers"):
-        train(recipe, quiet=True)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_torchrun_starts_a_run_again_that_resumed_from_a_file(
+    make_recipe, killed_at, tmp_path, monkeypatch, growing
+):
+    """In the first run or in the second; the first one has removed the file."""
+    changes = GROW | {"train.save_every": 1, "train.keep_last": 2}
+    killed_at(2, changes)
+    file = tmp_path / "run" / "stage1" / "step-00000001"
+    changes |= {"resume": str(file)}
+    killed_at(4, changes, model=DepthGrowing if growing else torch.nn.Module)
+    assert not file.exists()
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("TORCHELASTIC_RESTART_COUNT", "1")):
+        monkeypatch.setenv(name, value)
+    left = runs(make_recipe(changes))
+    assert [(Path(run.output).name, run.resume) for run in left] == [
+        ("stage1", True), ("stage2", True),
+    ][growing:]  # fmt: skip

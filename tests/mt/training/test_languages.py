@@ -6,7 +6,7 @@ import torch
 from deepfast.cli import main
 from deepfast.files import DataError
 from deepfast.mt.data import lower
-from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint import load_checkpoint, load_model, save_checkpoint
 from deepfast.mt.training import (
     train,
 )
@@ -128,13 +128,13 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     said = capsys.readouterr().out
     assert "decoder depth " in said
     assert "test BLEU " in said
-    assert "(de " in said
+    assert ", de " in said
 
     # Set by hand, because 8 steps are too few to decide: layers 0 and 2 for de.
-    content = torch.load(result.checkpoint, weights_only=True)
+    content = load_checkpoint(result.checkpoint)
     content["model"]["decoder.latent.logits"] = torch.tensor([[1.0, -1, 1, -1], [1.0, 1, -1, -1]])
     whole, small, english = (str(tmp_path / n) for n in ("whole.pt", "small.pt", "test.en"))
-    torch.save(content, whole)
+    save_checkpoint(whole, content)
     assert main(["mt", "prune", whole, "--language", "de", "--output", small]) == 0
     said = capsys.readouterr().out
     assert "decoder: 2 of 4 layers" in said
@@ -157,7 +157,6 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
         ([whole, small], "a", ["--language", "xx"], "a language of the checkpoint (de), got 'xx'"),
         ([small], "<xx> a", [], "line 3 begins with '<xx>': expected a source sentence that begins "
          "with the tag of one of the languages de, got none of them"),
-        ([small], "\x85", [], r"line 3 begins with '\x85': expected a source sentence"),
         ([small], "a", ["--language", "de"], "expected lines without a tag, got <de> in front of"),
     ):  # fmt: skip
         (tmp_path / "other.en").write_text(f"<de> house\n\n{first}\n")
@@ -166,5 +165,5 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
 
 
 def test_a_budget_of_memory(latent_recipe):
-    result = train(latent_recipe({"recompute": "layer", "train.max_steps": 2}), quiet=True)
+    result = train(latent_recipe({"memory_budget": "1GiB", "train.max_steps": 2}), quiet=True)
     assert rows(result.output, "memory")[0]["policies"]

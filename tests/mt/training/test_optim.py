@@ -1,4 +1,4 @@
-"""The schedule and the optimizer's groups."""
+"""The schedule, the optimizer's groups, and the restart of Adam."""
 
 import pytest
 import torch
@@ -10,25 +10,16 @@ from deepfast.mt.training.optim import build_optimizer, learning_rate
 SIZES = {"dim": 8, "num_heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
 
 
-def test_schedule_rises_linearly_and_falls_with_the_root():
-    section = OptimSection(lr=2e-3, warmup=100)
-    rates = [learning_rate(step, section) for step in (1, 50, 100, 400)]
-    assert rates == pytest.approx([2e-5, 1e-3, 2e-3, 1e-3])
-
-
-def test_schedule_stays_and_restarts():
-    section = OptimSection(
-        lr=2e-3, warmup=10, schedule="constant", restart_step=20, restart_lr=5e-5
-    )
-    rates = [learning_rate(step, section) for step in (5, 10, 20, 21, 900)]
-    assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 5e-5, 5e-5])
-
-
-def test_l2_is_in_the_gradient():
-    model = Transformer(TransformerConfig(vocab_size=11, **SIZES))
-    optimizer = build_optimizer(model, OptimSection(l2=0.5))
-    assert type(optimizer) is torch.optim.Adam
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, {1: 2e-4, 5: 1e-3, 10: 2e-3, 40: 1e-3}),
+     ({"schedule": "constant", "restart_step": 20, "restart_lr": 5e-5},
+      {5: 1e-3, 10: 2e-3, 20: 2e-3, 21: 5e-5, 900: 5e-5})],
+)  # fmt: skip
+def test_the_rate_rises_falls_or_stays_and_restarts(changes, expected):
+    section = OptimSection(lr=2e-3, warmup=10, **changes)
+    rates = {step: learning_rate(step, section) for step in expected}
+    assert rates == pytest.approx(expected)
 
 
 def test_a_model_says_how_its_parameters_learn():
@@ -41,33 +32,29 @@ def test_a_model_says_how_its_parameters_learn():
     assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == [(0.1, 0.2), (1.0, 0.0)]
 
 
-def test_only_matrices_of_linear_layers_decay():
+@pytest.mark.parametrize(
+    ("name", "kind"), [("l2", torch.optim.Adam), ("weight_decay", torch.optim.AdamW)]
+)
+def test_only_matrices_of_linear_layers_decay(name, kind):
     model = Transformer(TransformerConfig(vocab_size=11, **SIZES))
-    optimizer = build_optimizer(model, OptimSection(weight_decay=0.1))
-    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    optimizer = build_optimizer(model, OptimSection(**{name: 0.1}))
+    assert type(optimizer) is kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in decayed}
     assert "encoder.layers.0.feed_forward.up.weight" in names
     assert not any("norm" in n or "dlcl" in n or "bias" in n or "embedding" in n for n in names)
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_fewer_micro_batches_after_the_restart(make_trainer):
+def test_adam_begins_anew_at_the_restart_with_fewer_micro_batches(make_trainer):
     trainer = make_trainer({
         "optim.accumulate": 3, "optim.restart_step": 2, "optim.restart_lr": 1e-4,
-        "optim.restart_accumulate": 1, "data.max_tokens": 60,
+        "optim.restart_accumulate": 1, "data.max_tokens": 60, "optim.betas": [0.9, 0.98],
     })  # fmt: skip
-    taken = []
-    for _ in range(4):
+    for count, taken in ((1, 3), (2, 6), (1, 7), (2, 8)):
         trainer.train_step()
-        taken.append(trainer.corpus.batches.state_dict()["position"])
-    assert taken == [3, 6, 7, 8]
-
-
-def test_adam_begins_anew_at_the_restart(make_trainer):
-    changes = {"optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.betas": [0.9, 0.98]}
-    trainer = make_trainer(changes)
-    for count in (1, 2, 1, 2):
-        trainer.train_step()
+        assert trainer.corpus.batches.state_dict()["position"] == taken
         states = trainer.optimizer.state
         assert {int(state["step"]) for state in states.values()} == {count}
         if count == 1:

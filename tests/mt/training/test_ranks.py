@@ -4,6 +4,7 @@ import contextlib
 import math
 import pickle
 import shutil
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.environment import StopSignal
 from deepfast.mt.training.errors import OtherRankError
-from deepfast.mt.training.parallel import syncing
-from deepfast.mt.training.ranks import Ranks, restarts
-from deepfast.mt.training.run import _check_same
+from deepfast.mt.training.parallel import kind_for, syncing
+from deepfast.mt.training.ranks import Ranks
 from tests.mt.training.runs import as_rank, assert_losses_agree, free_port, rows
 
 pytestmark = pytest.mark.skipif(
@@ -28,39 +28,55 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Store:
+    """A store that counts what is asked."""
+
+    def __init__(self):
+        self.store, self.asked = torch.distributed.HashStore(), 0
+
+    def __getattr__(self, name):
+        self.asked += 1
+        return getattr(self.store, name)
+
+
 @pytest.fixture
 def waiting(monkeypatch):
     """waiting(lives, works): what the second rank gets where the first one works for some seconds,
-    and gives signs of life for some."""
+    and gives signs of life for some; and the calls of the store."""
 
     def run(lives, works):
-        store, now = torch.distributed.HashStore(), 0.0
+        store, now = Store(), 0.0
         second = Ranks(1, 2, store, timeout=45.0)
         second.signal = StopSignal()
 
         def sleep(seconds):
             nonlocal now
             if int(now) < int(now + seconds) <= lives:
-                store.add("beats/0", 1)
+                store.store.add("beats/0", 1)
             now += seconds
             if now > works:
-                store.set("first/0", pickle.dumps("the result"))
+                store.store.set("first/0", pickle.dumps("the result"))
 
         monkeypatch.setattr(ranks.time, "sleep", sleep)
-        return second.by_first(lambda: None)
+        found = second.by_first(lambda: None)
+        # Nothing of it is left in the store.
+        assert not store.store.check(["first/0"])
+        return found, store.asked
 
     return run
 
 
 def test_a_first_rank_that_lives_may_work_long(waiting):
-    assert waiting(lives=4000, works=4000) == "the result"
+    found, asked = waiting(lives=4000, works=4000)
+    assert found == "the result"
+    assert asked < 7 * 4000
 
 
 @pytest.mark.parametrize("lives", [0, 100])
 def test_a_first_rank_without_a_sign_of_life_is_no_longer_waited_for(waiting, lives):
     with pytest.raises(torch.distributed.DistNetworkError, match="no sign of life"):
         waiting(lives, lives + 50)
-    assert waiting(lives, lives + 40) == "the result"
+    assert waiting(lives, lives + 40)[0] == "the result"
 
 
 def test_a_rank_that_lives_or_has_left_is_not_silent(monkeypatch):
@@ -109,6 +125,17 @@ def test_a_rank_that_fails_is_named_by_the_first_that_notices(
         second.by_first(lambda: None)
 
 
+def test_a_rank_whose_torchrun_is_gone_says_so(monkeypatch):
+    as_rank(monkeypatch, free_port(), 1, 2)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(ranks, "MEET_WITHIN", timedelta(seconds=1))
+    with (
+        pytest.raises(TrainingError, match=r"^rank 1: torchrun does not answer: .*timed out"),
+        ranks.run_ranks(torch.device("cpu"), 10),
+    ):
+        pass
+
+
 class Pair(Ranks):
     """One of two ranks in this process: the other one gives the same, or what `other` is."""
 
@@ -121,15 +148,12 @@ class Pair(Ranks):
     objects = rows
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_with_other_recipes_are_refused(make_recipe, rank):
-    pair, recipe = Pair(rank, 2), make_recipe({"optim.lr": [0.005, 0.5][rank]})
-    pair.objects = lambda mine: [make_recipe({"optim.lr": lr}).to_dict() for lr in (0.005, 0.5)]
-    error = RecipeError if rank else OtherRankError
-    with pytest.raises(
-        error, match=r"expected the recipe of rank 0, got .*\(optim\.lr 0\.005 -> 0"
-    ):
-        _check_same(recipe, pair)
+def test_the_smallest_rank_decides_between_ddp_and_fsdp(make_recipe):
+    model, recipe = torch.nn.Linear(9, 9), make_recipe()
+    for least, kind in ((2**40, "ddp"), (2**10, "fsdp")):
+        small = Pair(0, 2)
+        small.other = (least,)
+        assert kind_for(recipe, model, torch.device("cpu"), small) == kind
 
 
 @pytest.fixture
@@ -221,7 +245,7 @@ def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, train_as_rank
             "train.test_bleu": False}  # fmt: skip
     train_as_rank(into("again") | half | {"data.dev_source": None, "data.dev_target": None})
     assert sorted(path.name for path in (tmp_path / "again" / "step-00000004").iterdir()) == [
-        ".metadata", "__0_0.distcp", "run.pt",
+        "__0_0.distcp", "run.pt",
     ]  # fmt: skip
     shutil.copytree(tmp_path / "again", tmp_path / "alone")
     again = train_as_rank(into("again", resume=True)).output
@@ -232,13 +256,3 @@ def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, train_as_rank
     assert rows(alone, "train")[-1]["loss"] == pytest.approx(rows(one, "train")[-1]["loss"])
     content = load_checkpoint(whole / "best.pt")
     assert "training" not in content
-
-
-@pytest.mark.parametrize("count", ["", "-1", "1.0", "two"])
-def test_a_count_of_restarts_that_is_none(monkeypatch, count):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    # Without torchrun it says nothing, and no run resumes because of it.
-    assert restarts() == 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(TrainingError, match=f"COUNT: expected an integer .*, got '{count}'"):
-        restarts()

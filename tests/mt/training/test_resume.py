@@ -2,19 +2,18 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from deepfast import files
 from deepfast.mt.models import DepthGrowing
-from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, train
+from deepfast.mt.models.checkpoint import save_checkpoint
+from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, saving, train
 from deepfast.mt.training.run_folder import newest_checkpoints, prune
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, die
+from tests.mt.training.runs import assert_same_runs, die, names
 
-FIRST, SECOND, THIRD = (f"step-{step:08d}.pt" for step in (4, 8, 12))
+FIRST, SECOND, THIRD = (f"step-{step:08d}" for step in (4, 8, 12))
 
 EPOCH = {"optim.accumulate": 3}
 NEXT_EPOCH = {"data.max_tokens": 400, "train.deterministic": True}
@@ -72,16 +71,16 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case
 
 
 def damage(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    """Cuts the last byte from a file of the step."""
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe, finished, count):
-    """And it can be continued as the sentence says, also from the best."""
+    """And it can be continued as the sentence says."""
     folder = finished()
-    newest_first = [folder / name for name in (THIRD, SECOND, FIRST, "best.pt")]
+    newest_first = [folder / name for name in (THIRD, SECOND, FIRST)]
     damaged, rest = newest_first[:count], newest_first[count:]
     for path in damaged:
         damage(path)
@@ -90,9 +89,9 @@ def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe
     if not rest:
         assert str(error.value).endswith("; no other one is intact")
         return
-    names = ", ".join(path.name for path in damaged)
+    moved = ", ".join(path.name for path in damaged)
     assert str(error.value).endswith(
-        f"; the newest intact one is {rest[0]}: move {names} out of the folder and continue with "
+        f"; the newest intact one is {rest[0]}: move {moved} out of the folder and continue with "
         f"resume={rest[0]}"
     )
     for path in damaged:
@@ -103,17 +102,17 @@ def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe
 
 def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe, finished):
     folder = finished({"train.max_steps": 8})
-    copy = shutil.copy(folder / FIRST, folder / "step-good.pt")
+    copy = shutil.copytree(folder / FIRST, folder / "step-good")
     with pytest.raises(CheckpointError, match=f"no checkpoint later than {copy}, got {SECOND}"):
         train(make_recipe({"resume": str(copy)}), quiet=True)
-    false = shutil.copy(folder / FIRST, folder / "step-00000099.pt")
+    false = shutil.copytree(folder / FIRST, folder / "step-00000099")
     told = f"^{false}: expected a checkpoint of that step, got one of step 4"
     with pytest.raises(CheckpointError, match=told):
         train(make_recipe({"resume": str(false)}), quiet=True)
     with pytest.raises(CheckpointError, match=f"{told}; the newest intact one is .*{SECOND}"):
         train(make_recipe({"resume": True}), quiet=True)
-    false.unlink()
-    good = shutil.copy(folder / SECOND, folder / "step-good.pt")
+    shutil.rmtree(false)
+    good = shutil.copytree(folder / SECOND, folder / "step-better")
     assert train(make_recipe({"resume": str(good)}), quiet=True).step == 12
 
 
@@ -139,7 +138,9 @@ def test_in_a_new_folder_the_best_is_the_best_of_that_folder(make_recipe, tmp_pa
 
 
 def _of_another_step(folder):
-    shutil.copy(folder / FIRST, folder / "best.pt")
+    content = load_checkpoint(folder / "best.pt")
+    (folder / "best.pt").unlink()
+    save_checkpoint(folder / "best.pt", content | {"step": 4})
 
 
 def _cut_short(folder):
@@ -175,51 +176,38 @@ def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe,
     damage(folder / SECOND)
     with pytest.raises(CheckpointError, match=rf"^{folder / SECOND}: .*; all steps are done"):
         train(make_recipe({"resume": True}), quiet=True)
-    (folder / SECOND).unlink()
+    shutil.rmtree(folder / SECOND)
     assert train(make_recipe({"resume": True}), quiet=True).average == folder / "average.pt"
 
 
-def test_metrics_that_are_missing_are_told(make_recipe, finished, capsys):
-    folder = finished({"train.max_steps": 8})
-    metrics = folder / "metrics.jsonl"
-    first, _, *rest = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([first, "\0\0\n", *rest]))
-    train(make_recipe({"resume": True, "train.max_steps": 9}))
-    assert f"{metrics}: 1 damaged lines were removed\n" in capsys.readouterr().out
-    metrics.unlink()
-    train(make_recipe({"resume": True}))
-    told = f"{metrics}: the file was removed, and the rows of steps 1 to 9 with it\n"
-    assert told in capsys.readouterr().out
+def test_steps_that_are_not_planned_are_neither_kept_nor_averaged(tmp_path):
+    paths = [tmp_path / f"step-{step:08d}" for step in (4, 6, 8, 10, 12, 13)]
+    for path in (*paths, tmp_path / "step-00000002-good"):
+        path.mkdir()
+    second, third, newest = (paths[i] for i in (2, 4, 5))
+    assert newest_checkpoints(tmp_path, 3, 4) == [second, third, newest]
+    prune(tmp_path, 2, 4)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "step-00000002-good", second, third, newest]
 
 
-def test_a_finished_run_of_another_number_of_ranks_saves_no_step_twice(make_recipe, finished):
-    """Its last checkpoint is a folder where one process writes a file."""
+def test_a_finished_run_saves_no_step_again(make_recipe, finished):
     folder = finished()
-    names = sorted(path.name for path in folder.glob("step-*"))
-    twin = folder / "step-00000012"
-    (folder / THIRD).rename(twin)
-    assert newest_checkpoints(folder, 2, 4) == [folder / SECOND, twin]
-    twin.rename(folder / THIRD)
-    shutil.copy(folder / THIRD, twin)
-    assert newest_checkpoints(folder, 2, 4) == [folder / SECOND, folder / THIRD]
-    prune(folder, 2, 4)
-    assert (folder / SECOND).exists()
-    twin.unlink()
-    (folder / FIRST).unlink(missing_ok=True)
+    shutil.rmtree(folder / FIRST)
+    before = {path: path.stat().st_ino for path in folder.glob("step-*")}
     train(make_recipe({"resume": True}), quiet=True)
-    assert sorted(path.name for path in folder.glob("step-*")) == names[1:]
+    assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
 
 
 def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, tmp_path):
     def prepare(patch):
-        # As after SIGKILL of another process: the file does not get its name, nothing removes it.
-        patch.setattr(files.os, "replace", die)
-        patch.setattr(files.Path, "unlink", lambda *args, **options: None)
+        # As after SIGKILL: the folder does not get its name, nothing removes it.
+        patch.setattr(saving.os, "replace", die)
+        patch.setattr(saving.shutil, "rmtree", lambda *args, **options: None)
 
     killed_at(8, prepare=prepare)
-    (part,) = (tmp_path / "run").glob(f".{SECOND}.*.part")
-    # The process that resumes has another number.
-    part.rename(part.with_name(f".{SECOND}.7.part"))
+    part = tmp_path / "run" / f".{SECOND}.part"
+    assert part.is_dir()
+    (tmp_path / "run" / ".best.pt.7.part").touch()
     train(make_recipe({"resume": True}), quiet=True)
     assert not list((tmp_path / "run").glob(".*.part"))
 
@@ -230,12 +218,11 @@ def test_a_step_that_leaves_weights_that_are_not_finite_is_not_saved(make_recipe
     recipe = make_recipe({"optim.restart_step": step - 1, "optim.restart_lr": 1e39})
     with pytest.raises(NotFiniteError) as caught:
         train(recipe, quiet=True)
-    last = f"step-{step - 4:08d}.pt"
+    last = f"step-{step - 4:08d}"
     assert re.fullmatch(
         rf"step {step}: the parameter embedding\.weight is not finite after the update; last "
         rf"checkpoint: .*/{last}",
         str(caught.value),
     )
-    names = sorted(path.name for path in Path(recipe.output).glob("*.pt"))
-    assert names[-1] == last
-    assert "average.pt" not in names
+    assert names(recipe.output)[-1] == last
+    assert "average.pt" not in names(recipe.output)

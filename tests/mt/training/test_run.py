@@ -19,43 +19,37 @@ from deepfast.mt.training import (
     load_checkpoint,
     train,
 )
-from deepfast.mt.training import checkpoint as checkpoint_module
 from deepfast.mt.training.report import Report
+from deepfast.mt.training.run_folder import read_start
 from deepfast.mt.training.trainer import Trainer, Validation
 from tests.mt.training.runs import Killed, assert_same_runs, at_step, names, rows
 
 
 def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
-    recipe = make_recipe({"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0,
-                          "train.log_every": 20})  # fmt: skip
+    changes = {"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0}
+    recipe = make_recipe(changes | {"train.log_every": 20})
     result = train(recipe, quiet=True)
     assert capsys.readouterr().out == ""
-    losses = rows(result.output, "train")
+    losses, validations = (rows(result.output, event) for event in ("train", "valid"))
     assert [row["step"] for row in losses] == [1, 20, 40, 60]
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
-    assert [row["step"] for row in rows(result.output, "valid")] == [20, 40, 60]
-    assert (result.step, result.stopped, result.best_nll) == (60, "max_steps", min(
-        row["nll"] for row in rows(result.output, "valid")
-    ))  # fmt: skip
-    assert names(result.output) == ["average.pt", "best.pt", "step-00000052.pt",
-                                    "step-00000056.pt", "step-00000060.pt"]  # fmt: skip
-    assert result.checkpoint.name == "step-00000060.pt"
+    assert [row["step"] for row in validations] == [20, 40, 60]
+    assert (result.step, result.stopped) == (60, "max_steps")
+    assert result.best_nll == min(row["nll"] for row in validations)
+    assert names(result.output) == ["average.pt", "best.pt", "step-00000052",
+                                    "step-00000056", "step-00000060"]  # fmt: skip
+    assert result.checkpoint.name == "step-00000060"
     assert result.for_translation in (result.best, result.average)
-    assert (result.output / "recipe.yaml").exists()
-    assert (result.output / "vocabulary.model").exists()
-
-
-def test_a_checkpoint_gives_model_and_vocabulary(make_recipe, whole_run):
-    recipe, result = make_recipe(), whole_run({})
+    assert {"recipe.yaml", "vocabulary.model"} < {path.name for path in result.output.iterdir()}
+    last = [result.output / f"step-{step:08d}" for step in (56, 60)]
+    average, expected = load_checkpoint(result.average)["model"], average_checkpoints(last)
+    assert all(torch.equal(average[name], expected[name]) for name in expected)
     for path in (result.best, result.average, result.checkpoint):
         model, serialised = load_model(path)
         vocabulary = Vocabulary.from_bytes(serialised)
         assert not model.training
         assert model.config == recipe.model_config(len(vocabulary))
         assert vocabulary.decode(vocabulary.encode("das Haus")) == "das Haus"
-    last = [result.output / f"step-{step:08d}.pt" for step in (8, 12)]
-    average, expected = load_checkpoint(result.average)["model"], average_checkpoints(last)
-    assert all(torch.equal(average[name], expected[name]) for name in expected)
 
 
 def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
@@ -65,7 +59,7 @@ def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monke
         first = train(make_recipe(), quiet=True)
     # The step in which the signal came is finished.
     assert (first.stopped, first.step) == ("SIGINT", 6)
-    assert first.checkpoint.name == "step-00000006.pt"
+    assert first.checkpoint.name == "step-00000006"
     assert first.average is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = train(make_recipe({"resume": True}), quiet=True)
@@ -84,11 +78,11 @@ def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished, tmp_
     before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match="expected a new folder, got one with an earlier run"):
         train(make_recipe(), quiet=True)
-    path = first / "step-00000004.pt"
+    path = first / "step-00000004"
     elsewhere = make_recipe({"resume": str(path), "output": str(tmp_path / "other")})
     assert train(elsewhere, quiet=True).step == 12
     # The folder holds later checkpoints than the file to resume from.
-    with pytest.raises(CheckpointError, match=r"expected a new folder.*\(step-00000008\.pt\)"):
+    with pytest.raises(CheckpointError, match=r"expected a new folder.*\(step-00000008\)"):
         train(elsewhere, quiet=True)
     assert before == {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
 
@@ -131,14 +125,14 @@ def test_a_checkpoint_of_another_run_is_refused(make_recipe, finished, start, ch
     files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match=message) as caught:
         train(make_recipe(start | changes | {"resume": True}), quiet=True)
-    assert "step-00000002.pt" in str(caught.value)
+    assert "step-00000002" in str(caught.value)
     assert files == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_an_average_cannot_be_resumed(make_recipe, whole_run, tmp_path):
     result = whole_run({})
     other = make_recipe({"resume": str(result.average), "output": str(tmp_path / "other")})
-    with pytest.raises(CheckpointError, match=r"average\.pt: expected a checkpoint to resume"):
+    with pytest.raises(CheckpointError, match=r"average\.pt: expected the folder of a step"):
         train(other, quiet=True)
 
 
@@ -149,15 +143,23 @@ def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
 
     at_step(monkeypatch, 8, poison)
     recipe = make_recipe({"train.validate_every": 100, "train.save_every": 4})
-    with pytest.raises(NotFiniteError) as caught:
+    module = r"encoder\.layers\.1\.attention\.out \(Linear\)"
+    with pytest.raises(
+        NotFiniteError, match=rf"^step 8: the loss is nan; .* {module}; last .*-0+4"
+    ):
         train(recipe, quiet=True)
-    message = str(caught.value)
-    assert message.startswith("step 8: the loss is nan")
-    assert "encoder.layers.1.attention.out (Linear)" in message
-    assert message.endswith("step-00000004.pt")
-    assert names(recipe.output) == ["step-00000004.pt"]
-    assert all(t.isfinite().all() for t in load_checkpoint(
-        Path(recipe.output) / "step-00000004.pt")["model"].values())  # fmt: skip
+    (saved,) = names(recipe.output)
+    state = load_checkpoint(Path(recipe.output) / saved)["model"]
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def test_a_validation_that_is_not_finite_is_a_failed_run(make_recipe):
+    """Though all weights are finite."""
+    recipe = make_recipe({"optim.lr": 1e30, "optim.warmup": 1, "train.max_steps": 1})
+    told = r"^step 1: the loss of the dev part is (nan|inf); the first value .* is the output of "
+    with pytest.raises(NotFiniteError, match=f"{told}.*; last checkpoint: none$"):
+        train(recipe, quiet=True)
+    assert not names(recipe.output)
 
 
 def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path, monkeypatch):
@@ -169,21 +171,20 @@ def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path,
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        at_step(patch, 8, lambda trainer: patch.setattr(checkpoint_module.os, "fsync", full))
+        at_step(patch, 8, lambda trainer: patch.setattr(os, "fsync", full))
         with pytest.raises(CheckpointError, match=r"No space left on device.*ones are intact"):
             train(make_recipe(), quiet=True)
-    assert "step-00000004.pt" in names(tmp_path / "run")
+    assert "step-00000004" in names(tmp_path / "run")
     assert not list((tmp_path / "run").glob(".*part"))
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert rows(resumed.output) == rows(whole.output)
 
 
 @pytest.mark.parametrize(
-    ("happens", "got"),
-    [(shutil.rmtree, "none"),
-     (lambda folder: write_atomically(folder / "metrics.jsonl", b""), "another one")],
+    ("happens", "got", "log_every"),
+    [(shutil.rmtree, "none", 1), (shutil.rmtree, "none", 100),
+     (lambda folder: write_atomically(folder / "metrics.jsonl", b""), "another one", 100)],
 )  # fmt: skip
-@pytest.mark.parametrize("log_every", [1, 100])
 def test_a_folder_that_is_replaced_is_noticed_at_the_next_write(
     make_recipe, tmp_path, monkeypatch, happens, got, log_every
 ):
@@ -225,12 +226,12 @@ def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at,
     assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
 
 
-def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe, finished):
+def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe, finished, monkeypatch):
     finished({"train.max_steps": 2})
-    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4,
-               "optim.restart_step": 2, "optim.restart_lr": 1e-3}  # fmt: skip
-    result = train(make_recipe(changes | {"resume": True}), quiet=True)
-    groups = load_checkpoint(result.checkpoint)["training"]["optimizer"]["param_groups"]
+    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4}
+    groups = []
+    at_step(monkeypatch, 4, lambda trainer: groups.extend(trainer.optimizer.param_groups))
+    train(make_recipe(changes | {"resume": True}), quiet=True)
     assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
@@ -241,7 +242,7 @@ def test_max_minutes_counts_all_resumes(make_recipe, monkeypatch):
         at_step(patch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
         first = train(make_recipe(changes), quiet=True)
     assert first.stopped == "SIGTERM"
-    seconds = load_checkpoint(first.checkpoint)["training"]["seconds"]
+    seconds = read_start(first.checkpoint)["training"]["seconds"]
     assert 0 < seconds < 60
     changes["train.max_minutes"] = seconds / 60
     second = train(make_recipe(changes | {"resume": True}), quiet=True)
@@ -258,15 +259,14 @@ def test_without_dev_pairs(make_recipe):
 def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
     asked = []
 
-    def translate_lines(model, vocabulary, lines, *, max_tokens=2000, **options):
-        asked.append((model.training, len(lines)))
+    def translate_lines(model, vocabulary, lines, options):
+        asked.append((model.training, len(lines), options.beam, options.length_penalty))
         return ["das Haus"] * len(lines)
 
-    import deepfast.mt.search
-
-    monkeypatch.setattr(deepfast.mt.search, "translate_lines", translate_lines, raising=False)
-    changes = {"train.max_steps": 5, "train.validate_bleu": True, "train.test_bleu": True}
+    monkeypatch.setattr("deepfast.mt.training.bleu.translate_lines", translate_lines)
+    changes = {"train.max_steps": 5, "train.validate_bleu": True, "train.test_bleu": True,
+               "decode.beam": 3, "decode.length_penalty": 0}  # fmt: skip
     result = train(make_recipe(changes), quiet=True)
-    assert asked == [(False, 20), (False, 10)]
+    assert asked == [(False, 20, 3, 0.0), (False, 10, 3, 0.0)]
     assert rows(result.output, "valid")[0]["bleu"] >= 0
     assert result.test_bleu == rows(result.output, "test")[0]["bleu"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepfast.mt.models import build
+from deepfast.mt.search import DecodingOptions
 from deepfast.mt.training import load_recipe, recipe_names
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
@@ -33,12 +34,20 @@ def test_a_recipe_has_a_summary_and_commands_that_load_on_top(name):
     assert summary.endswith(".")
     assert re.match(f"#     deepfast mt (train|sweep) {name}", command)
     files = [] if name.startswith("phrases") else FILES
-    assert load_recipe(name, files).output == f"runs/{name}"
+    recipe = load_recipe(name, files)
+    assert recipe.output == f"runs/{name}"
+    # A checkpoint holds these values, which a search takes as they are.
+    options = DecodingOptions(**recipe.to_dict()["decode"])
+    assert (options.beam, options.length_form) == (recipe.decode.beam, recipe.decode.length_form)
     loaded = [load_recipe(name, words) for words in commands(name)]
     for recipe in loaded:
         recipe.model_config(vocab_size=100)
     # The commands may run at the same time.
     assert len({recipe.output for recipe in loaded}) == len(loaded)
+
+
+def decoding(beam, length_penalty, length_form="gnmt"):
+    return {"beam": beam, "length_penalty": length_penalty, "length_form": length_form}
 
 
 # Wang et al. 2019: peak, warm-up, betas, dropout of attention and ReLU, encoder layers, connection,
@@ -67,6 +76,7 @@ def test_the_settings_of_wang_2019():
             both = recipe.output == "runs/dlcl30"
             assert model.decoder_connection == ("dlcl" if both else "residual")
             assert (optim.eps, optim.clip_norm, recipe.data.max_tokens) == (1e-8, None, 4096)
+            assert asdict(recipe.decode) == decoding(4, 0.6, "power")
             big = "big" in recipe.output
             assert (model.dim, model.dropout) == ((1024, 0.3) if big else (512, 0.1))
             assert model.norm == ("pre" if model.attention_dropout else "post")
@@ -93,6 +103,7 @@ PAPERS = {
             "lr": 4.94e-4, "warmup": 16_000, "label_smoothing": 0.0, "accumulate": 5,
             "restart_step": 80_000, "restart_lr": 5e-5, "restart_accumulate": 2},
         "train": {"max_steps": 180_000},
+        "decode": decoding(8, 1.6),
     },
     # Zhou et al. 2016, sections 4.2 and 4.3.
     "fflstm": {
@@ -101,6 +112,7 @@ PAPERS = {
                   "bias": True, "dropout": 0.1, "init_std": 0.07, "lr_scale": 0.08},
         "optim": {"lr": 5e-4, "schedule": "constant", "weight_decay": 2.0, "l2": 0.0,
                   "clip_norm": None, "label_smoothing": 0.0},
+        "decode": decoding(3, 0.0),
     },
     # The command of the authors of Li et al. 2020, and the defaults of their code.
     "latent": {
@@ -114,6 +126,7 @@ PAPERS = {
         "optim": ADAM | {"lr": 1.5e-3, "warmup": 8000, "eps": 1e-6, "clip_norm": 1.0,
                          "label_smoothing": 0.1, "accumulate": 8},
         "data": {"max_tokens": 4096},
+        "decode": decoding(5, 1.0, "power"),
     },
     # Wu et al. 2019, section 3.1: big, with the optimizer and the rate of Vaswani et al. 2017.
     "growing-big": {
@@ -123,6 +136,7 @@ PAPERS = {
         "grow": {"model": {"top_encoder_layers": 2, "top_decoder_layers": 2}},
         "optim": ADAM | {"lr": 4.94e-4, "warmup": 4000, "label_smoothing": 0.1},
         "data": {"vocab_size": 32_000},
+        "decode": decoding(5, 0.0),
     },
 }  # fmt: skip
 

@@ -1,0 +1,225 @@
+"""Sentence pairs as ids in flat arrays: in files that all processes of a machine share, or in
+memory."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from filelock import FileLock
+
+from deepfast.files import make_folder
+from deepfast.mt.data.text import Dropped, ParallelText
+from deepfast.mt.data.vocabulary import UNK, Vocabulary, lower
+
+Pair = tuple[Any, Any]
+"""The ids of both sides, as lists or arrays."""
+
+ABOUT, NUMBERS = "about.json", "numbers"
+AT_ONCE = 10_000
+"""Sentence pairs that are encoded at a time."""
+FORM = 1
+"""The form of the files: what is written in another form has another name."""
+
+
+class Sentences(NamedTuple):
+    """The ids of all sentences of a side, one after the other."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    """(N + 1,) int64: where each sentence starts, and where the last one ends."""
+
+    def sentence(self, index: int) -> np.ndarray:
+        return self.ids[self.starts[index] : self.starts[index + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(N,) int32."""
+        # int32 at once: numpy.diff would make a copy in int64.
+        return np.subtract(self.starts[1:], self.starts[:-1], dtype=np.int32, casting="unsafe")
+
+    def part(self, first: int, last: int) -> Sentences:
+        """The sentences from ``first`` to before ``last``, in memory."""
+        starts = self.starts[first : last + 1]
+        return Sentences(np.asarray(self.ids[starts[0] : starts[-1]]), starts - starts[0])
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Sentences:
+        starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return cls(np.fromiter(itertools.chain.from_iterable(rows), np.int64, starts[-1]), starts)
+
+
+class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """N sentence pairs. Pair i is (source ids, target ids), without bos and eos.
+
+    Attributes:
+        source, target: all `Sentences` of a side.
+        dropped: the pairs that the text had besides them.
+        unknown: how many of the ids are unk.
+    """
+
+    def __init__(self, source: Sentences, target: Sentences):
+        self.source, self.target = source, target
+        self.dropped, self.unknown = Dropped(), 0
+        self._digest = ""
+        self._numbers: np.ndarray | None = None
+        self._path = "example "
+
+    @classmethod
+    def of(cls, pairs: Iterable[Pair]) -> Pairs:
+        """Pairs in memory."""
+        sources, targets = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
+        made = cls(Sentences.of(sources), Sentences.of(targets))
+        made.unknown = sum(int((side.ids == UNK).sum()) for side in (made.source, made.target))
+        return made
+
+    @classmethod
+    def open(cls, folder: Path, text: ParallelText) -> Pairs:
+        """The pairs of a text that `prepare` has written, as files in memory."""
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
+        opened = cls(*(_sentences(folder, side, kind) for side, kind in about["dtypes"].items()))
+        # The text that was written may have had other names.
+        names = {about[side]: getattr(text, side) for side in ("source", "target")}
+        places = {k: place.rpartition(":") for k, place in about["dropped"]["first"].items()}
+        first = {reason: f"{names[name]}:{line}" for reason, (name, _, line) in places.items()}
+        opened.dropped = Dropped(about["dropped"]["counts"], first)
+        opened.unknown = about["unknown"]
+        opened._numbers, opened._path = _open(folder / NUMBERS, "int64"), f"{text.source}:"
+        opened._digest = folder.name
+        return opened
+
+    def __len__(self) -> int:
+        return len(self.source.starts) - 1
+
+    def __getitem__(self, index):
+        return self.source.sentence(index), self.target.sentence(index)
+
+    def place(self, index: int) -> str:
+        """`file:line` of the source of a pair, for messages."""
+        return f"{self._path}{index if self._numbers is None else self._numbers[index]}"
+
+    def digest(self) -> str:
+        """Equal for equal pairs."""
+        if not self._digest:
+            arrays = (array for side in (self.source, self.target) for array in side)
+            found = hashlib.sha256()
+            for array in arrays:
+                found.update(array.astype(np.int64).tobytes())
+            self._digest = found.hexdigest()[:16]
+        return self._digest
+
+
+def _sentences(folder: Path, name: str, dtype: str) -> Sentences:
+    """What a `SentenceWriter` has written."""
+    starts = _open(folder / f"{name}.starts", "int64")
+    return Sentences(_open(folder / f"{name}.ids", dtype), starts)
+
+
+def _open(path: Path, dtype: str) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def made_once(path: Path, make: Callable[[Path], object]) -> Path:
+    """A file or a folder in a cache: made under a lock, and renamed when it is whole, so any number
+    of processes may ask for it at once.
+
+    Args:
+        make: called with the path at which to make it, where there is none yet.
+    """
+    if not path.exists():
+        make_folder(path.parent)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as part:
+                    make(Path(part, path.name))
+                    os.rename(Path(part, path.name), path)
+    return path
+
+
+def prepare(
+    text: ParallelText, vocabulary: Vocabulary, cache: Path, *, lowercase: bool = False
+) -> Pairs:
+    """The pairs of a text as ids, from files in a cache folder; written where they are missing.
+
+    The folder's name is a digest of the text, the vocabulary and the options, see `made_once`.
+
+    Args:
+        lowercase: whether both sides are lower-cased first.
+
+    Raises:
+        DataError: the text or the cache folder cannot be used.
+    """
+    settings = FORM, text.digest, vocabulary.fingerprint(), text.tags, lowercase
+    folder = cache / digest(settings)
+    made_once(folder, lambda made: _write(text, vocabulary, made, lowercase))
+    return Pairs.open(folder, text)
+
+
+def digest(settings: Any) -> str:
+    """16 characters for plain values, equal for equal values."""
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+class SentenceWriter:
+    """Writes sentences to two files, a block of them at a time.
+
+    Args:
+        folder, name: the files are ``name.ids`` and ``name.starts`` in the folder.
+        dtype: of the ids.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: str):
+        self._folder, self._name, self._dtype = folder, name, dtype
+        self._ids = open(folder / f"{name}.ids", "wb")  # noqa: SIM115
+        self._starts = open(folder / f"{name}.starts", "wb")  # noqa: SIM115
+        np.zeros(1, np.int64).tofile(self._starts)
+        self._end = 0
+
+    def add(self, rows: Sequence[Sequence[int]]) -> Sentences:
+        """Writes a block, and returns it."""
+        block = Sentences.of(rows)
+        block.ids.astype(self._dtype).tofile(self._ids)
+        (block.starts[1:] + self._end).tofile(self._starts)
+        self._end += len(block.ids)
+        return block
+
+    def close(self) -> Sentences:
+        """Ends the files, and opens what was written."""
+        self._ids.close()
+        self._starts.close()
+        return _sentences(self._folder, self._name, self._dtype)
+
+
+def _write(text: ParallelText, vocabulary: Vocabulary, folder: Path, lowercase: bool) -> None:
+    folder.mkdir()
+    sides = {"source": vocabulary, "target": vocabulary.target}
+    dtypes = {k: "uint16" if len(side) <= 1 << 16 else "uint32" for k, side in sides.items()}
+    writers = {name: SentenceWriter(folder, name, dtype) for name, dtype in dtypes.items()}
+    unknown, rows = 0, iter(text)
+    with open(folder / NUMBERS, "wb") as stream:
+        while block := list(itertools.islice(rows, AT_ONCE)):
+            numbers, *both = zip(*block, strict=True)
+            np.asarray(numbers, np.int64).tofile(stream)
+            for (name, side), sentences in zip(sides.items(), both, strict=True):
+                tags = text.tags if name == "source" else ()
+                texts = (lower(x, tags) if lowercase else x for x in sentences)
+                found = writers[name].add([side.encode(x) for x in texts])
+                unknown += int((found.ids == UNK).sum())
+    for writer in writers.values():
+        writer.close()
+    about = {
+        "source": str(text.source),
+        "target": str(text.target),
+        "dtypes": dtypes,
+        "dropped": vars(text.dropped),
+        "unknown": unknown,
+    }
+    (folder / ABOUT).write_text(json.dumps(about), "utf-8")
