@@ -12,7 +12,7 @@ direction.
 The text is read as a stream. Its words are numbers in temporary files, and the table has an entry
 for each two words that share a sentence pair. A text with more than `MOST` word pairs gets fewer
 entries: with the least k for which about `MOST` entries are left, two words have one where they
-meet at least k times, or at least in half of the places of the rarer word.
+meet at least k times, or at least in half of the places of the more frequent one.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Aligner:
 
         def keep(keys: np.ndarray) -> np.ndarray:
             source, target = np.divmod(keys, self._targets)
-            rarer = np.minimum(source_counts[source], self.target_counts[target])
-            return keys[counts[_slot(keys)] >= np.minimum(least, (rarer + 1) // 2)]
+            places = np.maximum(source_counts[source], self.target_counts[target])
+            return keys[counts[_slot(keys)] >= np.minimum(least, (places + 1) // 2)]
 
         return keep
 
