@@ -82,15 +82,14 @@ class LayerState:
         for part in parts:
             for table in (part._parameters, part._buffers, part._modules):
                 self.entries += _entries(table)
-        held = {
-            (part, name): value
+        held = [
+            value
             for part in parts
             for name, value in vars(part).items()
             if isinstance(value, list | tuple | dict) and not name.startswith("_")
-        }
-        for reached in (options, held):
-            for table, results in _tables(reached):
-                self.entries += _entries(table, results)
+        ]
+        for table, results in _tables([options, *held]):
+            self.entries += _entries(table, results)
         self.replaced: list[Entry] = []
 
     def end_forward(self) -> None:
@@ -170,11 +169,11 @@ def _entries(table: Any, results: bool = True) -> Iterator[Entry]:
             yield Entry(table, name, value, state)
 
 
-def _tables(options: dict) -> Iterator[tuple[Any, bool]]:
-    """Every dict and sequence that is reached from a layer's other arguments, and the attributes
-    of the objects in them; with whether tensors with a graph in it are values that the layer
-    reads."""
-    seen, left = set[int](), [options]
+def _tables(roots: list) -> Iterator[tuple[Any, bool]]:
+    """Every dict and sequence that is reached from the roots, themselves included, and the
+    attributes of the objects in them; with whether tensors with a graph in it are values that the
+    layer reads."""
+    seen, left = set[int](), roots
     while left:
         value = left.pop()
         if id(value) in seen:

@@ -74,7 +74,7 @@ def load_corpus(
         train: ParallelText | list[Pair] = ParallelText(
             section.train_source, section.train_target, section.tags
         )
-        dev, test = held_out(section)
+        dev, test = (_held_out(section, part) for part in ("dev", "test"))
     else:
         parts = _generate(section, folder)
         train, dev, test = (_cased(section, parts[part]) for part in ("train", "dev", "test"))
@@ -107,18 +107,10 @@ def load_corpus(
     return Corpus(vocabulary, batches, dev_batches, dev, test, summary, languages)
 
 
-def held_out(section: DataSection) -> tuple[list[Pair], list[Pair]]:
-    """The dev and the test pairs of `load_corpus`, without the training text of files."""
-    if section.phrases is not None:
-        parts = _generate(section, None)
-        return _cased(section, parts["dev"]), _cased(section, parts["test"])
-    files = [
-        (getattr(section, f"{part}_source"), getattr(section, f"{part}_target"))
-        for part in ("dev", "test")
-    ]
-    read = (read_parallel(*sides, section.tags) if sides[0] else [] for sides in files)
-    dev, test = (_cased(section, pairs) for pairs in read)
-    return dev, test
+def _held_out(section: DataSection, part: str) -> list[Pair]:
+    """The pairs of a part's files; none where the recipe names no files."""
+    source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
+    return _cased(section, read_parallel(source, target, section.tags)) if source else []
 
 
 def _cased(section: DataSection, pairs: list[Pair]) -> list[Pair]:

@@ -148,10 +148,6 @@ class Recipe(Checked):
         """Whether a policy or a budget is given."""
         return self.recompute is not None or self.memory_budget is not None
 
-    def planned(self) -> bool:
-        """Whether the planner can predict the memory of this recipe's model."""
-        return self.grow is None and _not_planned(self.model_config(vocab_size=8)) is None
-
     def model_config(
         self,
         vocab_size: int,
