@@ -45,22 +45,29 @@ TIE = 1e-6
 other end of its translation. It decides between equal words of a sentence."""
 
 
-class _Entries(NamedTuple):
-    """Every source word with every target word of its sentence pair, for some sentence pairs. Each
-    field is (E,)."""
+class _Block(NamedTuple):
+    """Some sentence pairs, and every source word with every target word of its pair: their entries.
+    The arrays are (E,)."""
 
-    key: np.ndarray
-    """The two words as one number: source * targets + target."""
-    source: np.ndarray
-    target: np.ndarray
-    """The places of the two words in all source and all target words of these sentence pairs."""
-    i: np.ndarray
-    j: np.ndarray
-    """Their positions in their sentences."""
+    source: Sentences
+    target: Sentences
     sentence: np.ndarray
     """The number of the sentence pair among these."""
-    near: np.ndarray
-    """1 on the sentence's diagonal, `TIE` less at the corners."""
+    i: np.ndarray
+    j: np.ndarray
+    """The positions of the two words in their sentences."""
+    places: tuple[np.ndarray, np.ndarray]
+    """Their places in all source and all target words of these sentence pairs."""
+
+    def keys(self, targets: int) -> np.ndarray:
+        """The two words of each entry as one number: source * targets + target."""
+        source, target = self.places
+        return self.source.ids[source].astype(np.int64) * targets + self.target.ids[target]
+
+    def near(self) -> np.ndarray:
+        """1 on the sentence's diagonal, `TIE` less at the corners."""
+        down, across = self.source.lengths[self.sentence], self.target.lengths[self.sentence]
+        return 1 - TIE * np.abs(self.i / down - self.j / across)
 
 
 class Aligner:
@@ -88,13 +95,17 @@ class Aligner:
             say(f"{len(self._words[0]):,} source and {len(self._words[1]):,} target words")
             self._keys = self._table(pairs, say)
             """The entries of the table as source * targets + target, in rising order."""
-            # p(t | s) and p(s | t); before the first round all words are equally likely.
-            self._forward = self._backward = np.ones(len(self._keys))
+            # p(t | s) and p(s | t); before the first round all words are equally likely. The last
+            # one is of words that have no entry.
+            self._shares = np.ones((2, len(self._keys) + 1))
+            self._shares[:, -1] = 0
+            say("finding the pairs of words in the text")
+            rows = self._rows(pairs, Path(folder))
             for number in range(1, rounds + 1):
                 say(f"round {number} of {rounds}, {len(self._keys):,} pairs of words")
-                self._forward, self._backward = self._round(pairs)
+                self._round(pairs, rows)
             # The files cannot be removed from a folder while they are mapped, on some systems.
-            del pairs
+            del pairs, rows
 
     def _numbered(self, text: Iterable[WordPair], folder: Path) -> tuple[Sentences, Sentences]:
         """The text as numbers of words, in the order in which they first occur."""
@@ -118,20 +129,20 @@ class Aligner:
         found = np.zeros(0, np.int64)
         waiting: list[np.ndarray] = []
         say("collecting pairs of words")
-        for _, entries in _chunks(*pairs, self._targets):
-            waiting.append(keep(np.unique(entries.key)))
-            # Not after each chunk, which would take quadratic time, and not all at the end: most
-            # keys come in many chunks.
+        for _, block in _blocks(*pairs):
+            waiting.append(keep(_different(block.keys(self._targets))))
+            # Not after each block, which would take quadratic time, and not all at the end: most
+            # keys come in many blocks.
             if sum(map(len, waiting)) > max(len(found), ENTRIES_AT_ONCE):
-                found, waiting = np.unique(np.concatenate([found, *waiting])), []
-        return np.unique(np.concatenate([found, *waiting]))
+                found, waiting = _different(np.concatenate([found, *waiting])), []
+        return _different(np.concatenate([found, *waiting]))
 
     def _often(self, pairs: tuple[Sentences, Sentences]) -> Callable[[np.ndarray], np.ndarray]:
         """Keeps, of different keys, those that occur often enough, see above. Two words that share
         a slot with others may be kept too."""
         counts = np.zeros(1 << SLOTS, np.uint8)
-        for _, entries in _chunks(*pairs, self._targets):
-            slots, times = np.unique(_slot(entries.key), return_counts=True)
+        for _, block in _blocks(*pairs):
+            slots, times = np.unique(_slot(block.keys(self._targets)), return_counts=True)
             counts[slots] = np.minimum(counts[slots] + times, 255)
         histogram = np.zeros(257, np.int64)
         # In parts, because numpy makes them 8 bytes a number.
@@ -148,72 +159,67 @@ class Aligner:
 
         return keep
 
-    def _round(self, pairs: tuple[Sentences, Sentences]) -> tuple[np.ndarray, np.ndarray]:
-        """A round of EM: p(t | s) and p(s | t) of every entry."""
-        counts = np.zeros((2, len(self._keys)))
-        for _, entries in _chunks(*pairs, self._targets):
-            at, known, inverse = self._find(entries.key)
-            weights = self._weights(at, known, inverse)
-            words = entries.target, entries.source
-            for count, weight, word in zip(counts, weights, words, strict=True):
+    def _find(self, block: _Block) -> np.ndarray:
+        """The row of each entry in the table; that after the last for words without one."""
+        # Sorted, they are found faster.
+        different, inverse = np.unique(block.keys(self._targets), return_inverse=True)
+        rows = np.searchsorted(self._keys, different)
+        known = np.append(self._keys, -1)[rows] == different
+        return np.where(known, rows, len(self._keys))[inverse]
+
+    def _rows(self, pairs: tuple[Sentences, Sentences], folder: Path) -> np.ndarray:
+        """`_find` of the whole text, in a file: 4 bytes for each entry."""
+        path = folder / "rows"
+        with open(path, "wb") as stream:
+            for _, block in _blocks(*pairs):
+                self._find(block).astype(np.int32).tofile(stream)
+        # An empty file cannot be mapped.
+        return np.memmap(path, np.int32, "r") if path.stat().st_size else np.empty(0, np.int32)
+
+    def _round(self, pairs: tuple[Sentences, Sentences], rows: np.ndarray) -> None:
+        """A round of EM: p(t | s) and p(s | t) of every row."""
+        counts = np.zeros_like(self._shares)
+        first = 0
+        for _, block in _blocks(*pairs):
+            last = first + len(block.sentence)
+            own = np.asarray(rows[first:last])
+            first = last
+            for count, share, word in zip(counts, self._shares, block.places[::-1], strict=True):
+                weight = share[own]
                 norm = np.bincount(word, weight)[word]
-                share = np.divide(weight, norm, out=np.zeros_like(weight), where=norm > 0)
-                sums = np.bincount(inverse, share, len(at))
-                count[at[known]] += sums[known]
-        groups = self._keys // self._targets, self._keys % self._targets
-        shares = [
-            count / np.bincount(group, count)[group]
-            for count, group in zip(counts, groups, strict=True)
-        ]
-        return shares[0], shares[1]
-
-    def _find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For the different ones of ``keys`` their places in the table and whether they are there;
-        and for each key its number among these."""
-        different, inverse = np.unique(keys, return_inverse=True)
-        # A word that was not in the text is after all of them.
-        at = np.searchsorted(self._keys, different).clip(max=max(len(self._keys) - 1, 0))
-        known = self._keys[at] == different if len(self._keys) else np.zeros(len(at), bool)
-        return at, known, inverse
-
-    def _weights(
-        self, at: np.ndarray, known: np.ndarray, inverse: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """p(t | s) and p(s | t) of the keys of `_find`; 0 where the table has no entry."""
-        if not len(self._keys):
-            return np.zeros(len(inverse)), np.zeros(len(inverse))
-        tables = self._forward, self._backward
-        forward, backward = (np.where(known, table[at], 0.0)[inverse] for table in tables)
-        return forward, backward
+                np.divide(weight, norm, out=weight, where=norm > 0)
+                np.add.at(count, own, weight)
+        self._shares = counts
+        for side, share in enumerate(self._shares[:, :-1]):
+            word = self._keys % self._targets if side else self._keys // self._targets
+            share /= np.bincount(word, share)[word]
 
     def links(self, text: Iterable[WordPair]) -> Iterator[Links]:
         """The links of each sentence pair. Words that were not in the text have none."""
         rows = iter(text)
-        while block := list(itertools.islice(rows, AT_ONCE)):
-            links: list[Links] = [[] for _ in block]
+        while part := list(itertools.islice(rows, AT_ONCE)):
+            links: list[Links] = [[] for _ in part]
             sides = [
-                Sentences.of([[ids.get(word, len(ids)) for word in pair[side]] for pair in block])
+                Sentences.of([[ids.get(word, len(ids)) for word in pair[side]] for pair in part])
                 for side, ids in enumerate(self._words)
             ]
-            for first, entries in _chunks(sides[0], sides[1], self._targets):
-                for sentence, j, i in self._linked(entries):
+            for first, block in _blocks(*sides):
+                for sentence, j, i in self._linked(block):
                     own = links[first + sentence]
                     if not own or own[-1][1] != j:
                         own.append((i, j))
             yield from links
 
-    def _linked(self, entries: _Entries) -> list[list[int]]:
+    def _linked(self, block: _Block) -> list[list[int]]:
         """(sentence, j, i) of the entries where each word is the likeliest for the other."""
-        at, known, inverse = self._find(entries.key)
-        chosen = known[inverse]
-        words = entries.target, entries.source
-        for weight, word in zip(self._weights(at, known, inverse), words, strict=True):
-            near = weight * entries.near
+        rows, near = self._find(block), block.near()
+        chosen = rows < len(self._keys)
+        for share, word in zip(self._shares, block.places[::-1], strict=True):
+            weight = share[rows] * near
             most = np.zeros(int(word.max(initial=-1)) + 1)
-            np.maximum.at(most, word, near)
-            chosen = chosen & (near == most[word])
-        rows = np.stack((entries.sentence, entries.j, entries.i), 1)[chosen]
-        return sorted(rows.tolist())
+            np.maximum.at(most, word, weight)
+            chosen &= weight == most[word]
+        return sorted(np.stack((block.sentence, block.j, block.i), 1)[chosen].tolist())
 
     def most_frequent(self, count: int) -> set[str]:
         """The ``count`` most frequent target words; of equally frequent ones those that come
@@ -223,30 +229,33 @@ class Aligner:
         return {words[number] for number in order}
 
 
+def _different(keys: np.ndarray) -> np.ndarray:
+    """The different ones, in rising order."""
+    # Without the counts numpy hashes them, which takes ten times as long.
+    return np.unique(keys, return_counts=True)[0]
+
+
 def _slot(keys: np.ndarray) -> np.ndarray:
     # Multiplication by 2^64 / the golden ratio spreads the keys, Knuth 1973, section 6.4.
     return (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - SLOTS)
 
 
-def _chunks(source: Sentences, target: Sentences, targets: int) -> Iterator[tuple[int, _Entries]]:
-    """The number of the first sentence pair, and the entries, of as many as fit."""
-    lengths = source.lengths.astype(np.int64), target.lengths.astype(np.int64)
-    ends = (lengths[0] * lengths[1]).cumsum()
+def _blocks(source: Sentences, target: Sentences) -> Iterator[tuple[int, _Block]]:
+    """The sentence pairs in blocks of about `ENTRIES_AT_ONCE` entries, each with the number of its
+    first pair."""
+    ends = (source.lengths.astype(np.int64) * target.lengths).cumsum()
     first = 0
     while first < len(ends):
         before = ends[first - 1] if first else 0
         last = max(int(np.searchsorted(ends, before + ENTRIES_AT_ONCE, "right")), first + 1)
-        yield first, _entries(source.part(first, last), target.part(first, last), targets)
+        yield first, _block(source.part(first, last), target.part(first, last))
         first = last
 
 
-def _entries(source: Sentences, target: Sentences, targets: int) -> _Entries:
-    down, across = source.lengths.astype(np.int64), target.lengths.astype(np.int64)
-    counts = down * across
+def _block(source: Sentences, target: Sentences) -> _Block:
+    counts = source.lengths.astype(np.int64) * target.lengths
     sentence = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(sentence)) - (counts.cumsum() - counts)[sentence]
-    i, j = np.divmod(within, across[sentence])
-    left, right = source.starts[sentence] + i, target.starts[sentence] + j
-    key = source.ids[left].astype(np.int64) * targets + target.ids[right]
-    off = i / down[sentence] - j / across[sentence]
-    return _Entries(key, left, right, i, j, sentence, 1 - TIE * np.abs(off))
+    i, j = np.divmod(within, target.lengths[sentence])
+    places = source.starts[sentence] + i, target.starts[sentence] + j
+    return _Block(source, target, sentence, i, j, places)
