@@ -12,16 +12,19 @@ checkpoints that a sweep leaves. All write to bench/results/results.csv.
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from bench.record import read, record
 from deepfast.measure.clock import interleave, keep_memory, ratio
-from deepfast.measure.sweep_picture import draw_learning
+from deepfast.measure.pictures import WIDTH
+from deepfast.measure.pictures import picture as drawing
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.sweep.grid import Point, named, systems
 from deepfast.mt.sweep.runs import RECIPE, Result, read_result
@@ -29,9 +32,13 @@ from deepfast.mt.sweep.stages import Sweep
 from deepfast.mt.sweep.table import differences, interval, known
 from deepfast.mt.training import load_recipe
 from deepfast.mt.training.corpus import load_corpus
+from deepfast.mt.training.report import read_metrics
 from deepfast.mt.training.run_folder import BEST
 from deepfast.mt.training.trainer import Trainer
 
+COLORS = ("#0b6e4f", "#d55e00", "#0072b2", "#e69f00", "#b8548f", "#7a7a7a", "#56b4e9", "#000000")
+LINES = ("-", "--", ":", "-.")
+Curve = list[tuple[int, float]]
 MEASURES = {"nll": ("nll", 3, "nats/token"), "bleu": ("test_bleu", 1, "BLEU")}
 """Name of a number -> its key in a result, its digits and its unit."""
 PAIRS = (
@@ -63,10 +70,10 @@ def cost(recipe: str, overrides: list[str], only: list[str], rounds: int) -> Non
     """Records the time and the peak memory of a step of every system."""
     torch.set_num_threads(1)
     keep_memory()
-    chosen, pilots = systems(recipe)
+    chosen = systems(recipe)
     first = chosen[0]
     chosen = list(dict.fromkeys([first, *named(chosen, only)]))
-    sweep, trainers = Sweep(recipe, overrides, chosen, pilots), {}
+    sweep, trainers = Sweep(recipe, overrides, chosen), {}
     for point in chosen:
         run = sweep.run(point, 1)
         # A corpus of its own, so that all see the same batches.
@@ -94,7 +101,7 @@ def cut(recipe: str, folder: Path, name: str, layers: list[int]) -> None:
     """Records the dev NLL of a DLCL system's checkpoints where the encoder's output reads no layer
     above a number, less that of the whole encoder."""
     torch.set_num_threads(1)
-    (point,) = named(systems(recipe)[0], [name])
+    (point,) = named(systems(recipe), [name])
     found: dict[int | None, list[float]] = {}
     for place in sorted((folder / point.folder).glob("seed-*")):
         loaded, _ = load_model(place / BEST)
@@ -128,7 +135,7 @@ def rows(folder: Path, point: Point) -> list[Result]:
 
 def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
     """Key of a number -> the number, what stands behind it, its unit, and what it is."""
-    chosen = systems(recipe)[0]
+    chosen = systems(recipe)
     called, found = {point.name: point for point in chosen}, {}
     runs = {point: rows(folder, point) for point in chosen}
     for point in chosen:
@@ -157,21 +164,63 @@ def values(recipe: str, folder: Path) -> dict[str, tuple[float, str, str, str]]:
 
 def picture(recipe: str, folder: Path, path: Path) -> bool:
     """Draws dev NLL over steps and over time, in steps of the baseline, of the systems whose cost
-    was measured; returns whether there are any."""
-    chosen = systems(recipe)[0]
+    was measured, each run thin and the mean thick; returns whether there are any."""
+    chosen = systems(recipe)
     numbers = {name: row.value for (name, _), row in read().items()}
     # A step of another rate or warm-up costs the same.
-    models = [[text for text in point.own if text.startswith("model")] for point in chosen]
-    results = {}
+    models = [[o for o in point.overrides if o.startswith("model")] for point in chosen]
+    drawn: dict[Point, tuple[float, list[Curve]]] = {}
     for point, model in zip(chosen, models, strict=True):
         same = (numbers.get(key(recipe, each, "step"))
                 for each in (point, chosen[models.index(model)]))  # fmt: skip
-        took = next((number for number in same if number), None)
-        runs = [run | {"step_seconds": 60 * took} for run in rows(folder, point) if took]
-        results |= {point: runs} if runs else {}
-    if results:
-        draw_learning(results, path, f"time, in steps of {chosen[0].name}")
-    return bool(results)
+        took, found = next(filter(None, same), None), curves(folder, point)
+        if took and found:
+            drawn[point] = took, found
+    if not drawn:
+        return False
+    with drawing(path, WIDTH, 5.5 + 0.1 * len(drawn)) as figure:
+        grid = figure.subplots(2, 1)
+        looks = _looks(drawn)
+        for point, (took, own) in drawn.items():
+            color, style = looks[point]
+            means = [
+                (same[0][0], statistics.mean(nll for _, nll in same))
+                for same in zip(*own, strict=True)
+            ]
+            for axes, scale in zip(grid, (1.0, took), strict=True):
+                for curve in (*own, means):
+                    last = curve is means
+                    axes.plot([scale * step for step, _ in curve], [nll for _, nll in curve],
+                              color=color, linewidth=1.7 if last else 0.5,
+                              alpha=1 if last else 0.6, linestyle=style if last else "-",
+                              label=point.name if last else None)  # fmt: skip
+        time = f"time, in steps of {chosen[0].name}"
+        for axes, label in zip(grid, ("optimizer steps", time), strict=True):
+            axes.set_xlabel(label)
+            axes.set_xlim(0)
+        grid[0].set_title("dev NLL, nats")
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left",
+                      frameon=False, fontsize=9, alignment="left")  # fmt: skip
+    return True
+
+
+def curves(folder: Path, point: Point) -> list[Curve]:
+    """Step and dev NLL of each run of a system in a sweep's folder."""
+    places = sorted((folder / point.folder).glob("seed-*"))
+    return [
+        [(row["step"], math.nan if row["nll"] is None else row["nll"])
+         for row in read_metrics(place) if row["event"] == "valid"]
+        for place in places
+    ]  # fmt: skip
+
+
+def _looks(drawn: Iterable[Point]) -> dict[Point, tuple[str, str]]:
+    """Colour and line of each system: "DLCL, 6 layers" has the colour of "DLCL, 30 layers" and the
+    line of "pre-norm, 6 layers"."""
+    parts = {point: point.name.rpartition(", ") for point in drawn}
+    first, second = ([*dict.fromkeys(part[end] for part in parts.values())] for end in (0, 2))
+    return {point: (COLORS[first.index(part[0])], LINES[second.index(part[2])])
+            for point, part in parts.items()}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "deepfast"
 BOTTOM = {"checks", "connections", "dtypes", "files", "policies", "version"}
 OPS = {"ops", "backend", "launches", "reference"} | BOTTOM
 NN = {"nn", "depth", "memory"} | OPS
-MODELS = {"mt.models", "mt.data"} | NN
+MODELS = {"mt.models", "mt.data", "mt.ids"} | NN
 ALLOWED = {
     "version": set(),
     "checks": set(),
@@ -53,10 +53,11 @@ ALLOWED = {
     "attach": NN,
     "integrations": NN,
     "mt.checked": {"checks", "files"},
+    "mt.ids": set(),
     "mt": {"mt.data", "mt.models", "mt.search", "mt.training"},
-    "mt.data": {"mt", *BOTTOM},
-    "mt.models": {"mt", "mt.checked", "mt.data", *NN},
-    "mt.search": {"mt", *MODELS},
+    "mt.data": {"mt", "mt.ids", *BOTTOM},
+    "mt.models": {"mt", "mt.checked", "mt.data", "mt.ids", *NN},
+    "mt.search": {"mt", "mt.checked", *MODELS},
     "mt.training": {"machine", "mt", "mt.checked", "mt.search", *MODELS},
     "mt.sweep": {"mt", "mt.checked", "mt.search", "mt.training", *MODELS},
     "measure": {"cases", "clock", "machine", "mt", "mt.search", "mt.training", "mt.sweep", *MODELS},

@@ -29,7 +29,7 @@ COMMANDS = {
     "mt train": "train a translation model from a recipe",
     "mt translate": "translate lines of text with a checkpoint",
     "mt score": "BLEU of translations against references, or the decoding with the best BLEU",
-    "mt sweep": "compare systems, or the values of a key, over seeds: a plan, a page, pictures",
+    "mt sweep": "compare systems, or the values of a key, over seeds: a plan and a page",
     "mt posunk": "mark unknown words of a training text by the source words that they translate",
     "mt prune": "write a model as a single file, without the layers that latent depth does not use",
     "mt show": "show the weights or the choice of layers that a model has learned",

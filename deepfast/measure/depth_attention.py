@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepfast.mt.data.vocabulary import Vocabulary
+from deepfast.mt.ids import PAD
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import Hypothesis, beam_search
@@ -57,7 +58,7 @@ def mean_attention(
     def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
         best = beam_search(model, source_BS, DEFAULTS)
         rows = [torch.tensor([vocabulary.bos_id, *found[0].tokens]) for found in best]
-        target_BT = pad_sequence(rows, batch_first=True, padding_value=model.config.padding_idx)
+        target_BT = pad_sequence(rows, batch_first=True, padding_value=PAD)
         with contextlib.ExitStack() as hooks:
             for module, mean in means.items():
                 hooks.enter_context(module.register_forward_pre_hook(mean, with_kwargs=True))

@@ -241,15 +241,3 @@ def weight_map(axes, matrix, *, hidden, limit: float | None = None):
     axes.set_xlabel("source: 0 is the embedding, k the output of layer k")
     axes.set_ylabel("input of layer")
     return mesh
-
-
-def parts(names: Sequence[str], scores: Sequence[float | None], path: Path) -> None:
-    """BLEU of the parts of a text as bars, a gap for None; SVG or PNG, by the file's ending."""
-    known = [(at, score) for at, score in enumerate(scores) if score is not None]
-    with picture(path, height=2.2) as figure:
-        axes = figure.add_subplot()
-        bars = axes.bar(*zip(*known, strict=True), width=0.6, color=COLORS["deepfast"])
-        axes.bar_label(bars, fmt="%.1f", padding=2)
-        axes.set_xticks(range(len(names)), names)
-        axes.margins(y=0.12)
-        axes.set_title("BLEU by the words of a source")

@@ -5,6 +5,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -78,7 +79,7 @@ class Training:
         folder = self.result.output / "phrases"
         with torch.no_grad():
             weights = model.encoder.connection.depth.effective_weight().tolist()
-        pairs = read_parallel(folder / "test.en", folder / "test.de")
+        pairs = read_parallel(folder / "test.source", folder / "test.target")
         sources, references = zip(*pairs[: self.settings.sentences], strict=True)
         options = DecodingOptions(beam=self.settings.beam)
         hypotheses = translate_lines(model, vocabulary, list(sources), options)
@@ -89,7 +90,7 @@ class Training:
             "checkpoint": self.result.for_translation.name,
             "unigram_nll": _token_frequencies_nll(folder, vocabulary),
             "weights": weights,
-            "scores": bleu(hypotheses, list(references)).as_dict(),
+            "scores": asdict(bleu(hypotheses, references)),
             "beam": self.settings.beam,
             "exact": sum(reference == found for _, reference, found in triples),
             "samples": [dict(zip(names, triple, strict=True)) for triple in triples[:SAMPLES]],
@@ -125,7 +126,7 @@ def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
     """Dev NLL, nats per token, of a model that knows only the frequency of each target token."""
 
     def tokens(part: str) -> list[int]:
-        lines = (folder / f"{part}.de").read_text("utf-8").splitlines()
+        lines = (folder / f"{part}.target").read_text("utf-8").splitlines()
         return [token for line in lines for token in (*vocabulary.encode(line), vocabulary.eos_id)]
 
     counts, dev = Counter(tokens("train")), tokens("dev")

@@ -79,11 +79,8 @@ def describe(policies: tuple[str, ...], decoder: tuple[str, ...] = ()) -> str:
     return side(policies) + (f"; decoder {side(decoder)}" if decoder else "")
 
 
-def advise(found: WhatFits, *, budget: bool = True) -> str:
-    """One sentence that says what fits.
-
-    budget: whether to add the budget that the unchanged sizes need.
-    """
+def advise(found: WhatFits) -> str:
+    """One sentence that says what fits."""
     if found.recompute:
         policies = describe(found.recompute, found.decoder_recompute)
         return f"it fits with recompute policies {policies}"
@@ -92,8 +89,7 @@ def advise(found: WhatFits, *, budget: bool = True) -> str:
     needed = format_bytes(found.budget, up=True)
     if not parts:
         return f"it needs a budget of {needed}"
-    smaller = f"what fits is {' or '.join(parts)}"
-    return f"{smaller}; unchanged it needs a budget of {needed}" if budget else smaller
+    return f"what fits is {' or '.join(parts)}; unchanged it needs a budget of {needed}"
 
 
 def lines(plan: Plan) -> list[str]:

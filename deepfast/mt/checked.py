@@ -71,16 +71,19 @@ class Checked:
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
-def checked(owner: str, error: type[ValueError] = ValueError) -> Callable[[type[T]], type[T]]:
+def checked(
+    owner: str, error: type[ValueError] = ValueError, frozen: bool = False
+) -> Callable[[type[T]], type[T]]:
     """Makes a class a dataclass that checks its values.
 
     Args:
         owner: what an error's sentence has in front of the field's name.
         error: the class of the errors.
+        frozen: whether the values are final, so that an object is hashable.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        made = pydantic.dataclasses.dataclass(kw_only=True, config=STRICT)(cls)
+        made = pydantic.dataclasses.dataclass(kw_only=True, frozen=frozen, config=STRICT)(cls)
         check = made.__init__
 
         @functools.wraps(check)

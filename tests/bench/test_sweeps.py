@@ -27,7 +27,7 @@ def test_the_page_and_the_pictures_are_those_of_the_rows(name, tmp_path):
     output = ["--jobs", "0", "--output", str(tmp_path / name)]
     assert main([*command[1:], *output]) == 0
     made = {path.name: path.read_text() for path in (tmp_path / name).glob("sweep*.[ms][dv]*")}
-    assert made.keys() == {"sweep.md", "sweep.svg", "sweep_curves.svg"}
+    assert made.keys() == {"sweep.md", "sweep.svg"}
     assert made["sweep.md"] == (kept / "sweep.md").read_text()
     for picture in set(made) - {"sweep.md"}:
         same_picture(made[picture], (kept / picture).read_text())

@@ -70,15 +70,3 @@ def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
         "--dictionary", str(marked / "dictionary"), "--beam", "2", "--max-length", "6",
     ]) == 0  # fmt: skip
     assert "<unk:" not in capsys.readouterr().out
-
-    # Without unknown words on the target's side: neither a mark, which the model knows, nor a name.
-    source.write_text("one red\nzzz two\ntwo one\nname3 two\n")
-    reference = tmp_path / "reference"
-    reference.write_text("rot eins\nzwei Baum\n<unk:-1> zwei\nzwei Name3\n")
-    assert vocabulary.unk_id not in vocabulary.target.encode("<unk:-1> zwei")
-    assert main([
-        "mt", "score", "--checkpoint", str(output / "best.pt"), "--source", str(source),
-        "--reference", str(reference), "--device", "cpu", "--beam", "1", "--max-length", "6",
-        "--dictionary", str(marked / "dictionary"),
-    ]) == 0  # fmt: skip
-    assert capsys.readouterr().out.endswith(" 2 sentences, no unknown word in the reference\n")

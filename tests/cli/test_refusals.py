@@ -20,11 +20,9 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output", ""], "got an empty one in"),
     (["sweep", "phrases-small", "--over", "optim.lr=1e-3", "--output="], "got an empty one in"),
     ([*SWEEP, "--seeds", "0"], "seeds must be an integer of at least 1"),
-    ([*SWEEP, "--seeds", str(10**12)], "seeds must be at most 65536"),
     ([*SWEEP, "--jobs", "-1"], "jobs must be an integer of at least 0"),
     (["sweep", "phrases-small"], "expected a section sweep, or --over KEY=VALUE,VALUE, got"),
     (["sweep", "growing-big", "--only", "deep"], "--only: expected one of grown, shallow, e"),
-    ([*SWEEP, "--only", "grown"], "--only: expected no --over beside it"),
     (["sweep", "phrases-systems", "--output", "text"], "text: cannot be made (File"),
     (["translate", "model.pt", "--input", "text", "--threads", "1025"], "integer from 1 to 1024"),
     (["bench", "soft_max"], "expected an op of layer_norm, "),
@@ -57,7 +55,6 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["train", "n" * 300], f"{'n' * 300}: cannot be used (File name too long)"),
     (["train", "/proc/self/mem"], "/proc/self/mem: cannot be read (Input/output error)"),
     (["train", "phrases-small", "output=/proc/nowhere"], "/proc/nowhere: cannot be made"),
-    (["train", "phrases-small", "output=new", "resume=none.pt"], "none.pt: there is no such file"),
     (["train", "phrases-small", "output=new", "data.phrases=null", "data.train_source=none",
       "data.train_target=none"], "none: there is no such file"),
     (["train", "recipe.yaml"], "output: expected a folder where recipe.yaml is not replaced"),
@@ -95,8 +92,8 @@ def test_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words, sentence)
     assert sentence in said
     assert "Errno" not in said
     assert said.count("\n") == 1
-    left = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
-    assert left == files
+    found = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"]
+    assert {str(p.relative_to(tmp_path)): p.read_text() for p in found} == files
 
 
 @pytest.mark.parametrize(

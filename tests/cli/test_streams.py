@@ -31,10 +31,7 @@ BENCH = ["bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1"]
         (BENCH, "closed", f"deepfast bench: {CLOSED}\n"),
         (BENCH, "unread", ""),
         (["--version"], "closed", f"deepfast: {CLOSED}\n"),
-        (["--version"], "unread", ""),
-        (["--help"], "closed", f"deepfast: {CLOSED}\n"),
         (["mt", "score", "--help"], "closed", f"deepfast mt score: {CLOSED}\n"),
-        (["mt", "score", "--help"], "unread", ""),
     ],
 )
 def test_results_that_cannot_be_written(output, capsys, words, state, said):
@@ -58,15 +55,10 @@ def test_training_goes_on_without_standard_output(trained):
     assert {f.name for f in trained.iterdir()} >= {"step-00000002", "average.pt"}
 
 
-def test_training_goes_on_where_the_disk_of_standard_output_is_full(
-    output, tmp_path, capsys, caplog
-):
+def test_training_goes_on_where_the_disk_of_standard_output_is_full(output, tmp_path, capsys):
     pytest.importorskip("sentencepiece")
     output("full")
     assert main([*TRAIN, f"output={tmp_path}"]) == 0
-    assert [record.message for record in caplog.records if record.name == "deepfast"] == [
-        "standard output: cannot be written (No space left on device); training goes on without it"
-    ]
     assert (tmp_path / "average.pt").exists()
     # An error keeps its sentence and its exit code.
     output("full")
@@ -113,13 +105,6 @@ def test_a_translation_with_a_closed_stream(
     assert "Traceback" not in found.err
     if stream == "stderr":
         assert found.out.count("\n") == 1
-
-
-@pytest.mark.exhaustive
-def test_a_process_whose_standard_output_is_closed():
-    command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "deepfast", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (1, f"deepfast: {CLOSED}\n")
 
 
 @pytest.mark.exhaustive

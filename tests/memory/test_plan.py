@@ -6,7 +6,7 @@ import torch
 from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.recording import _record, recording
-from deepfast.memory.table import advise, describe, lines
+from deepfast.memory.table import describe, lines
 from deepfast.memory.timeline import peak_table
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
@@ -242,7 +242,6 @@ def test_advice_names_what_fits():
         f"what fits is {told.num_layers} layers or {told.tokens} tokens or {told.dim} wide; "
         f"unchanged it needs a budget of {format_bytes(told.budget, up=True)}"
     )
-    assert advise(told, budget=False) == deep.advice.partition("; unchanged")[0]
     for name in ("num_layers", "tokens"):
         assert plan(budget="12GiB", **sizes | {name: getattr(told, name)}).fits
         assert not plan(budget="12GiB", **sizes | {name: getattr(told, name) + 1}).fits

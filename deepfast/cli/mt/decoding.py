@@ -54,7 +54,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("float32", "bfloat16"), help="default: float32")
     add("--threads", type=int, help="CPU threads; default: torch's")
     add = parser.add_argument_group(
-        "deep-shallow decoding, for a model that has grown"
+        "deep-shallow decoding, for a model that has grown; score --tune finds alpha and gamma"
     ).add_argument
     text = "translate with the model and with its bottom alone, and rank all translations"
     add("--deep-shallow", action="store_true", help=text)
@@ -66,11 +66,9 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 def to_translate(checkpoints: object, *words: str) -> str:
     """The line that says how to use a checkpoint, or a list of them."""
-    paths = [
-        str(path) for path in (checkpoints if isinstance(checkpoints, list) else [checkpoints])
-    ]
+    listed = checkpoints if isinstance(checkpoints, list) else [checkpoints]
     # Argparse would read -x/best.pt as an option.
-    paths = [f"./{path}" if path.startswith("-") else path for path in paths]
+    paths = [f"./{path}" if str(path).startswith("-") else str(path) for path in listed]
     return f"to translate: deepfast mt translate {shlex.join([*paths, *words])} < FILE"
 
 
@@ -98,7 +96,7 @@ def say(args: argparse.Namespace, text: object) -> None:
 def translator_of(args: argparse.Namespace) -> tuple[Translator, DecodingOptions]:
     """The checkpoints of the arguments, on their device, and how to decode; sets the CPU threads.
 
-    Says on stderr how the text is decoded, and where checkpoints differ in that.
+    Says on stderr how the text is decoded.
     """
     if args.threads is not None:
         checks.whole("decoding", most=checks.MOST_THREADS, threads=args.threads)
@@ -106,9 +104,6 @@ def translator_of(args: argparse.Namespace) -> tuple[Translator, DecodingOptions
     translator = load_translator(args.checkpoint, device_of(args.device))
     options = replace(translator.decoding, **given(args, OPTIONS))
     say(args, f"decoding: {options}")
-    for path, other in translator.decodings.items():
-        if other != translator.decoding:
-            say(args, f"{path} has {other}, but the first checkpoint's decoding counts")
     return translator, options
 
 
@@ -137,7 +132,7 @@ def translate(
     lines: Sequence[str],
     options: DecodingOptions,
 ) -> list[list[Translation]]:
-    """The translations of every line; warnings and the speed go to stderr."""
+    """The translations of every line; the speed goes to stderr."""
     lines = translator.prepare(lines, args.language)
     started = time.perf_counter()
     with searching(args, translator):
@@ -149,10 +144,4 @@ def translate(
         f"{len(lines)} lines in {seconds:.1f} s, {len(lines) / seconds:.1f} lines/s, "
         f"{tokens / seconds:.1f} target tokens/s",
     )
-    if options.deep_shallow and args.alpha is None and args.gamma is None:
-        say(
-            args,
-            f"alpha {ALPHA} and gamma {GAMMA} are defaults and can be worse than the model alone: "
-            "deepfast mt score --tune finds good ones on a dev text",
-        )
     return found

@@ -13,6 +13,7 @@ Luong et al., Addressing the Rare Word Problem in Neural Machine Translation, 20
 
 import argparse
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from deepfast import checks
     from deepfast.files import make_folder
     from deepfast.mt.data.align import Aligner
-    from deepfast.mt.data.posunk import WordTranslations, annotated, write_translations
+    from deepfast.mt.data.posunk import annotated, write_translations
     from deepfast.mt.data.text import write_lines
 
     checks.whole("posunk", words=args.words)
@@ -56,14 +57,16 @@ def run(args: argparse.Namespace) -> int:
         )
     make_folder(args.output)
     aligner = Aligner(_pairs(*files[0]), say=lambda line: print(line, file=sys.stderr, flush=True))
-    known, found = aligner.most_frequent(args.words), WordTranslations()
+    known = aligner.most_frequent(args.words)
+    found: dict[str, Counter[str]] = defaultdict(Counter)
 
     def marked(pair: tuple[str, str], totals: list[int]) -> Iterator[str]:
         """The lines of a target with marks; adds its words and the unknown ones to totals."""
         text, again = _pairs(*pair), _pairs(*pair)
         for (source, target), links in zip(text, aligner.links(again), strict=True):
             if pair is files[0]:
-                found.add(source, target, links)
+                for i, j in links:
+                    found[source[i]][target[j]] += 1
             totals[0] += len(target)
             totals[1] += sum(word not in known for word in target)
             yield " ".join(annotated(target, links, known))
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         totals = [0, 0]
         write_lines(args.output / name, marked(pair, totals))
         print(f"{args.output / name}: {totals[0]:,} words, {totals[1]:,} unknown")
-    write_translations(args.output / "dictionary", found.best())
+    write_translations(args.output / "dictionary", found)
     print(args.output / "dictionary")
     return 0
 

@@ -2,25 +2,23 @@
 
 What is compared is either the section sweep of the recipe's file: systems by name, each with its
 keys, seeds, and pilots that choose a rate for each (`deepfast.mt.sweep.grid` shows one); or
---over KEY=VALUE,VALUE. That may be repeated: then every combination is a point. A value is YAML, as
-in key=value of deepfast mt train; commas inside brackets, braces and quotes belong to it. So a
-value may be a list, or several keys of a section:
+--over KEY=VALUE,VALUE. That may be repeated: then every combination is a system. The values are
+elements of a list of YAML. So a value may be a list, or several keys of a section:
 
   --over "optim.betas=[0.9, 0.98],[0.9, 0.999]"
   --over "model.dlcl={},{norm: null},{learnable: false, init: one}"
 
-The plan comes first: 20 steps of every point are measured and tell the hours and the memory. With
+The plan comes first: 20 steps of every system are measured and tell the hours and the memory. With
 --plan the command ends there.
 
 Each run is a `deepfast mt train` of its own, with its recipe, log and checkpoints in a folder in
 --output. On a machine with several GPUs each run has one of them. The folder of the sweep gets
-sweep.md, a page with the mean over the seeds and the difference to the first point, each with its
-spread; sweep.svg, BLEU and dev NLL; and sweep_curves.svg, dev NLL over steps and time. A run that
-diverges or fails is counted there.
+sweep.md, a page with the mean over the seeds and the difference to the first system, each with its
+spread; and sweep.svg, BLEU and dev NLL of each seed. A run that diverges or fails is counted there.
 
 Ctrl-C saves and ends all runs. The same command resumes them; finished runs are not made again: the
-files recipe.yaml, result.json and metrics.jsonl of a run are enough for that. Where a recipe has
-test pairs, runs translate them at the end, unless train.test_bleu=false is given."""
+files recipe.yaml and result.json of a run are enough for that. Where a recipe has test pairs, runs
+translate them at the end, unless train.test_bleu=false is given."""
 
 from __future__ import annotations
 
@@ -57,25 +55,22 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.files import require
     from deepfast.measure.sweep_picture import write_page
     from deepfast.mt.sweep.grid import named, points, systems
-    from deepfast.mt.sweep.stages import Results, Sweep, Tried
-    from deepfast.mt.training import RecipeError
+    from deepfast.mt.sweep.stages import Results, Sweep
     from deepfast.mt.training.run_folder import only_run
 
     require("matplotlib", "drawing a sweep")
     require("scipy", "the intervals of a sweep")
-    if args.over and args.only:
-        raise RecipeError("--only: expected no --over beside it, which has no names")
-    chosen, pilots = (points(args.over), None) if args.over else systems(args.recipe)
+    chosen = points(args.over) if args.over else systems(args.recipe)
     if args.seeds is not None:
         chosen = [replace(point, seeds=args.seeds) for point in chosen]
     only = named(chosen, args.only or ())
-    sweep = Sweep(args.recipe, args.overrides, chosen, pilots, args.output)
+    sweep = Sweep(args.recipe, args.overrides, chosen, args.output)
     words = [args.recipe, *args.overrides, *(f"--over={text}" for text in args.over or ())]
     words += [f"--seeds={args.seeds}"] if args.seeds is not None else []
     command = shlex.join(["deepfast", "mt", "sweep", *words])
 
-    def write(results: Results, tried: Tried) -> None:
-        write_page(sweep.folder, results, command, pilots, tried)
+    def write(results: Results, pilots: Results) -> None:
+        write_page(sweep.folder, results, pilots, command)
 
     with only_run(sweep.folder, "--output"):
         planned = sweep.plan(only, args.jobs) if args.jobs else None

@@ -1,17 +1,15 @@
 """Trains a translation model from a recipe: a YAML file, or the name of one that is shipped.
 
 key=value replaces a value of the recipe. An output folder with an earlier run is refused without
-resume: resume=true continues from its newest checkpoint, or starts if there is none; resume=FOLDER
-continues from that step. Ctrl-C, SIGTERM or SIGHUP finishes the step, writes a checkpoint and exits
-with 130, 143 or 129; under nohup SIGHUP stays ignored. On several GPUs:
+resume=true, which continues from its newest checkpoint, or starts if there is none. Ctrl-C, SIGTERM
+or SIGHUP finishes the step, writes a checkpoint and exits with 130, 143 or 129; under nohup SIGHUP
+stays ignored. On several GPUs:
 torchrun --standalone --nproc-per-node 8 -m deepfast mt train RECIPE."""
 
 import argparse
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from deepfast.cli.outputs import flush_output, replaces
@@ -27,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with importing():
-        from deepfast.mt import training
-        from deepfast.mt.training.environment import give_back_large_blocks
+    # torch takes a second to import.
+    from deepfast.mt import training
 
     if args.list:
         names = training.recipe_names()
@@ -49,37 +46,16 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         print(training.dump_recipe(recipe), end="")
         return 0
-    if recipe.resume is False and replaces(Path(recipe.output, "recipe.yaml"), args.recipe):
+    if not recipe.resume and replaces(Path(recipe.output, "recipe.yaml"), args.recipe):
         raise ValueError(
             f"output: expected a folder where {args.recipe} is not replaced, got {recipe.output}; "
             "resume=true continues its run"
         )
-    if recipe.saves_memory:
-        give_back_large_blocks()
     try:
         return _train(recipe, first=rank == "0")
     finally:
         # A run goes on without its standard output, and its exit code says how it ended.
         flush_output()
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Inside the block Ctrl-C ends the process at once, with exit code 130. As an exception it may
-    be lost, or turned into another one, inside the imports of torch."""
-
-    def leave(*_) -> None:
-        print("deepfast mt train: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    # A job in the background of a shell ignores Ctrl-C.
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _train(recipe, first: bool) -> int:

@@ -9,33 +9,18 @@ when they are needed.
 """
 
 from deepfast.files import DataError, MissingPackage
-from deepfast.mt.data.batches import (
-    Batch,
-    TokenBatches,
-    evaluation_batches,
-    make_batch,
-    restore_order,
-    take,
-)
+from deepfast.mt.data.batches import Batch, TokenBatches, evaluation_batches, make_batch, take
 from deepfast.mt.data.pairs import Pairs, prepare
-from deepfast.mt.data.phrases import phrases, write
-from deepfast.mt.data.text import Dropped, ParallelText, read_lines, read_parallel
-from deepfast.mt.data.vocabulary import (
-    SeparateVocabularies,
-    Vocabulary,
-    lower,
-    split_tag,
-    tag_of,
-)
+from deepfast.mt.data.phrases import phrases
+from deepfast.mt.data.text import ParallelText, read_lines, read_parallel
+from deepfast.mt.data.vocabulary import Vocabulary, lower, split_tag, tag_of
 
 __all__ = [
     "Batch",
     "DataError",
-    "Dropped",
     "MissingPackage",
     "Pairs",
     "ParallelText",
-    "SeparateVocabularies",
     "TokenBatches",
     "Vocabulary",
     "evaluation_batches",
@@ -45,9 +30,7 @@ __all__ = [
     "prepare",
     "read_lines",
     "read_parallel",
-    "restore_order",
     "split_tag",
     "tag_of",
     "take",
-    "write",
 ]

@@ -100,12 +100,13 @@ class Aligner:
             self._shares = np.ones((2, len(self._keys) + 1))
             self._shares[:, -1] = 0
             say("finding the pairs of words in the text")
-            rows = self._rows(pairs, Path(folder))
+            rows = Path(folder, "rows")
+            self._write_rows(pairs, rows)
             for number in range(1, rounds + 1):
                 say(f"round {number} of {rounds}, {len(self._keys):,} pairs of words")
                 self._round(pairs, rows)
             # The files cannot be removed from a folder while they are mapped, on some systems.
-            del pairs, rows
+            del pairs
 
     def _numbered(self, text: Iterable[WordPair], folder: Path) -> tuple[Sentences, Sentences]:
         """The text as numbers of words, in the order in which they first occur."""
@@ -167,28 +168,24 @@ class Aligner:
         known = np.append(self._keys, -1)[rows] == different
         return np.where(known, rows, len(self._keys))[inverse]
 
-    def _rows(self, pairs: tuple[Sentences, Sentences], folder: Path) -> np.ndarray:
-        """`_find` of the whole text, in a file: 4 bytes for each entry."""
-        path = folder / "rows"
+    def _write_rows(self, pairs: tuple[Sentences, Sentences], path: Path) -> None:
+        """`_find` of the whole text into a file: 4 bytes for each entry."""
         with open(path, "wb") as stream:
             for _, block in _blocks(*pairs):
                 self._find(block).astype(np.int32).tofile(stream)
-        # An empty file cannot be mapped.
-        return np.memmap(path, np.int32, "r") if path.stat().st_size else np.empty(0, np.int32)
 
-    def _round(self, pairs: tuple[Sentences, Sentences], rows: np.ndarray) -> None:
+    def _round(self, pairs: tuple[Sentences, Sentences], path: Path) -> None:
         """A round of EM: p(t | s) and p(s | t) of every row."""
         counts = np.zeros_like(self._shares)
-        first = 0
-        for _, block in _blocks(*pairs):
-            last = first + len(block.sentence)
-            own = np.asarray(rows[first:last])
-            first = last
-            for count, share, word in zip(counts, self._shares, block.places[::-1], strict=True):
-                weight = share[own]
-                norm = np.bincount(word, weight)[word]
-                np.divide(weight, norm, out=weight, where=norm > 0)
-                np.add.at(count, own, weight)
+        with open(path, "rb") as stream:
+            for _, block in _blocks(*pairs):
+                rows = np.fromfile(stream, np.int32, len(block.sentence))
+                sides = zip(counts, self._shares, block.places[::-1], strict=True)
+                for count, share, word in sides:
+                    weight = share[rows]
+                    norm = np.bincount(word, weight)[word]
+                    np.divide(weight, norm, out=weight, where=norm > 0)
+                    np.add.at(count, rows, weight)
         self._shares = counts
         for side, share in enumerate(self._shares[:, :-1]):
             word = self._keys % self._targets if side else self._keys // self._targets

@@ -1,18 +1,16 @@
 """Batches under a token budget, in an order that can be resumed exactly.
 
 Pairs are sorted by length and cut into batches, and the batches are shuffled. A batch of n
-sentences whose longest side has s tokens costs n * s tokens, padding included. No batch costs more
-than the budget.
+sentences whose longest side has s tokens costs n * s tokens, padding included.
 """
 
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +18,9 @@ import torch
 from deepfast import checks
 from deepfast.files import DataError
 from deepfast.mt.data.pairs import Pair, Pairs
-from deepfast.mt.data.text import Dropped
-from deepfast.mt.data.vocabulary import BOS, EOS, PAD
+from deepfast.mt.ids import BOS, EOS, PAD
 
-Output = TypeVar("Output")
+Groups = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -107,21 +104,18 @@ class _Cuts:
     Args:
         lengths: (N,) tokens of each pair's longer side.
         kept: the indices of the pairs to cut, any order.
-        groups: (N,) a number for each pair; None: one group.
+        groups: a number for each pair; None: one group.
     """
 
     def __init__(
-        self, lengths: np.ndarray, kept: np.ndarray, max_tokens: int, groups: np.ndarray | None
+        self, lengths: np.ndarray, kept: np.ndarray, max_tokens: int, groups: Groups | None
     ):
-        keys = (lengths[kept],) if groups is None else (lengths[kept], groups[kept])
+        group = np.zeros(len(lengths), bool) if groups is None else np.asarray(groups)
+        keys = (lengths[kept],) if groups is None else (lengths[kept], group[kept])
         self.order = kept[np.lexsort(keys)].astype(np.int32)
-        length = lengths[self.order]
+        length, new_group = lengths[self.order], np.diff(group[self.order]) != 0
         # Where the length or the group changes: shuffling between two such places keeps the cuts.
-        changes = np.diff(length) != 0
-        new_group = np.zeros(len(changes), bool)
-        if groups is not None:
-            new_group = np.diff(groups[self.order]) != 0
-        self.equal = _ranges(changes | new_group)
+        self.equal = _ranges((np.diff(length) != 0) | new_group)
         self.starts: list[int] = []
         for begin, end in _ranges(new_group):
             while begin < end:
@@ -145,12 +139,16 @@ def _ranges(changes: np.ndarray) -> list[tuple[int, int]]:
 class TokenBatches:
     """The batches of a training run, epoch after epoch.
 
-    Each `for` loop yields the rest of the current epoch and then moves on to the next one.
+    Each `for` loop yields the rest of the current epoch:
     `for epoch in range(n): for batch in batches:` trains n epochs. A loop that is left early
     continues with the very next batch when it is entered again.
 
     The order of an epoch depends only on (seed, epoch) and the pairs. Every kept pair occurs
     exactly once per epoch.
+
+    Attributes:
+        position: batches that have been yielded, of all epochs.
+        dropped: how many pairs are not in any batch, and why, in words.
     """
 
     def __init__(
@@ -160,50 +158,37 @@ class TokenBatches:
         max_tokens: int,
         seed: int = 0,
         max_length: int = 256,
-        groups: Sequence[int] | np.ndarray | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """
         Args:
             pairs: (source ids, target ids) without bos and eos.
             max_tokens: most tokens of a batch on either side, padding included: the number of
                 sentences times the longest of them.
-            max_length: most tokens of a side, bos or eos included. A longer pair is dropped and
-                counted in `dropped`.
+            max_length: most tokens of a side, bos or eos included. A pair with a longer one, or
+                with one that exceeds ``max_tokens``, is dropped.
             groups: a number for each pair, such as its language. All pairs of a batch have the
                 same one. None: one group.
 
         Raises:
             ValueError: an argument out of range.
-            DataError: a sentence alone exceeds `max_tokens`, or no pair is left.
+            DataError: no pair is left.
         """
         checks.whole("TokenBatches", max_tokens=max_tokens, max_length=max_length)
         self.pairs = pairs = pairs if isinstance(pairs, Pairs) else Pairs.of(pairs)
         self.max_tokens, self.max_length, self.seed = max_tokens, max_length, seed
-        self.epoch = 0
-        """The epoch of the batch yielded last."""
         self.position = 0
-        """Batches of this epoch that have been yielded."""
-        self._groups = None if groups is None else np.asarray(groups)
-        lengths = _lengths(pairs)
-        kept = np.flatnonzero(lengths <= max_length)
-        self.dropped = pairs.dropped
-        if too_long := len(pairs) - len(kept):
-            first = pairs.place(int(np.argmax(lengths > max_length)))
-            self.dropped |= Dropped({"too long": too_long}, {"too long": first})
+        lengths, most = _lengths(pairs), min(max_length, max_tokens)
+        kept = np.flatnonzero(lengths <= most)
+        long = len(pairs) - len(kept)
+        self.dropped = (
+            f"{pairs.dropped + long:,} pairs dropped: {pairs.dropped:,} empty, {long:,} too long"
+        )
         if not len(kept):
             raise DataError(
-                f"expected at least one pair of at most {max_length} tokens, got {len(pairs)} "
-                "pairs, all longer"
-                if len(pairs)
-                else "expected at least one pair, got none"
+                f"expected at least one pair of at most {most} tokens, got {len(pairs)} longer ones"
             )
-        worst = int(kept[np.argmax(lengths[kept])])
-        if lengths[worst] > max_tokens:
-            raise DataError(
-                f"{pairs.place(worst)}: a sentence of {lengths[worst]} tokens does not fit into "
-                f"max_tokens={max_tokens}: raise max_tokens or lower max_length={max_length}"
-            )
-        self._cuts = _Cuts(lengths, kept, max_tokens, self._groups)
+        self._cuts = _Cuts(lengths, kept, max_tokens, groups)
         self._order: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -225,14 +210,17 @@ class TokenBatches:
         return order[self._cuts.starts[number] : self._cuts.starts[number + 1]]
 
     def __iter__(self) -> Iterator[Batch]:
-        self._turn_page()
-        epoch = self.epoch
-        while self.epoch == epoch and self.position < len(self):
-            indices = self.indices(epoch, self.position)
+        end = (self.position // len(self) + 1) * len(self)
+        while self.position < end:
+            indices = self.indices(*divmod(self.position, len(self)))
             # Before the yield: a state taken while the batch is in use must not repeat the batch.
             self.position += 1
             yield make_batch(self.pairs, indices)
-        self._turn_page()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch that was yielded last."""
+        return max(self.position - 1, 0) // len(self)
 
     def largest(self) -> Batch:
         """This epoch's batch with the most tokens on both sides; the position does not change."""
@@ -240,25 +228,9 @@ class TokenBatches:
         batches = (self.indices(self.epoch, position) for position in range(len(self)))
         return make_batch(self.pairs, max(batches, key=lambda b: tokens[b].sum()))
 
-    def _turn_page(self) -> None:
-        if self.position == len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def fingerprint(self) -> str:
-        """A digest of the pairs, their groups and max_length: equal digests give equal batches."""
-        groups = b"" if self._groups is None else self._groups.astype(np.int64).tobytes()
-        parts = repr((self.pairs.digest(), self.max_length)).encode()
-        return hashlib.sha256(parts + groups).hexdigest()[:16]
-
     def state_dict(self) -> dict[str, Any]:
         """The position of the run as plain values for a checkpoint."""
-        done = self.position == len(self)
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch + done,
-            "position": 0 if done else self.position,
-            **self._identity(),
-        }
+        return {"seed": self.seed, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the very next batch after `state_dict`, in the order of its seed.
@@ -269,51 +241,32 @@ class TokenBatches:
         """
         for key, mine in self._identity().items():
             if state[key] != mine:
-                what = "other sentence pairs or max_length: " * (key == "fingerprint")
+                what = "other sentence pairs: " * (key == "pairs")
                 raise DataError(
                     f"cannot resume, the state was taken with {what}{key} {state[key]}, got {mine}"
                 )
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+        self.seed, self.position = state["seed"], state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint(), "max_tokens": self.max_tokens}
+        lengths = {"max_tokens": self.max_tokens, "max_length": self.max_length}
+        return lengths | {"pairs": self.pairs.digest}
 
 
 def evaluation_batches(
-    pairs: Pairs | Iterable[Pair],
-    *,
-    max_tokens: int,
-    groups: Sequence[int] | np.ndarray | None = None,
+    pairs: Pairs | Iterable[Pair], *, max_tokens: int, groups: Groups | None = None
 ) -> list[Batch]:
-    """All pairs once, sorted by length; `restore_order` puts outputs back into their order.
+    """All pairs once, sorted by length.
 
     ``groups`` has a number for each pair; pairs of different numbers never share a batch. No pair
     is dropped: a sentence longer than `max_tokens` gets a batch of its own. To translate, give
     pairs of a source and an empty target.
     """
-    checks.whole("evaluation_batches", max_tokens=max_tokens)
     pairs = pairs if isinstance(pairs, Pairs) else Pairs.of(pairs)
     if not len(pairs):
         return []
-    groups = None if groups is None else np.asarray(groups)
     cuts = _Cuts(_lengths(pairs), np.arange(len(pairs)), max_tokens, groups)
     ranges = itertools.pairwise(cuts.starts)
     return [make_batch(pairs, cuts.order[start:end]) for start, end in ranges]
-
-
-def restore_order(batches: Sequence[Batch], outputs: Sequence[Sequence[Output]]) -> list[Output]:
-    """One output per sentence, in the order of the pairs that the batches were made from.
-
-    Args:
-        batches: from `evaluation_batches`.
-        outputs: for each batch a list with one output per sentence.
-    """
-    placed = {
-        index: value
-        for batch, output in zip(batches, outputs, strict=True)
-        for index, value in zip(batch.indices, output, strict=True)
-    }
-    return [placed[index] for index in sorted(placed)]
 
 
 def _lengths(pairs: Pairs) -> np.ndarray:

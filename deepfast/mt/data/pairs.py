@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +17,17 @@ import numpy as np
 from filelock import FileLock
 
 from deepfast.files import make_folder
-from deepfast.mt.data.text import Dropped, ParallelText
-from deepfast.mt.data.vocabulary import UNK, Vocabulary, lower
+from deepfast.mt.data.text import ParallelText
+from deepfast.mt.data.vocabulary import Vocabulary, lower
+from deepfast.mt.ids import UNK
 
 Pair = tuple[Any, Any]
 """The ids of both sides, as lists or arrays."""
 
-ABOUT, NUMBERS = "about.json", "numbers"
+ABOUT = "about.json"
 AT_ONCE = 10_000
 """Sentence pairs that are encoded at a time."""
-FORM = 1
+FORM = 2
 """The form of the files: what is written in another form has another name."""
 
 
@@ -61,16 +63,14 @@ class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     Attributes:
         source, target: all `Sentences` of a side.
-        dropped: the pairs that the text had besides them.
+        dropped: how many pairs without text the files had besides them.
         unknown: how many of the ids are unk.
     """
 
     def __init__(self, source: Sentences, target: Sentences):
         self.source, self.target = source, target
-        self.dropped, self.unknown = Dropped(), 0
-        self._digest = ""
-        self._numbers: np.ndarray | None = None
-        self._path = "example "
+        self.dropped = self.unknown = 0
+        self._text: ParallelText | None = None
 
     @classmethod
     def of(cls, pairs: Iterable[Pair]) -> Pairs:
@@ -85,14 +85,8 @@ class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
         """The pairs of a text that `prepare` has written, as files in memory."""
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         opened = cls(*(_sentences(folder, side, kind) for side, kind in about["dtypes"].items()))
-        # The text that was written may have had other names.
-        names = {about[side]: getattr(text, side) for side in ("source", "target")}
-        places = {k: place.rpartition(":") for k, place in about["dropped"]["first"].items()}
-        first = {reason: f"{names[name]}:{line}" for reason, (name, _, line) in places.items()}
-        opened.dropped = Dropped(about["dropped"]["counts"], first)
-        opened.unknown = about["unknown"]
-        opened._numbers, opened._path = _open(folder / NUMBERS, "int64"), f"{text.source}:"
-        opened._digest = folder.name
+        opened.dropped, opened.unknown = about["dropped"], about["unknown"]
+        opened.digest, opened._text = folder.name, text
         return opened
 
     def __len__(self) -> int:
@@ -103,17 +97,18 @@ class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
 
     def place(self, index: int) -> str:
         """`file:line` of the source of a pair, for messages."""
-        return f"{self._path}{index if self._numbers is None else self._numbers[index]}"
+        if self._text is None:
+            return f"example {index}"
+        number, *_ = next(itertools.islice(self._text, index, None))
+        return f"{self._text.source}:{number}"
 
+    @cached_property
     def digest(self) -> str:
         """Equal for equal pairs."""
-        if not self._digest:
-            arrays = (array for side in (self.source, self.target) for array in side)
-            found = hashlib.sha256()
-            for array in arrays:
-                found.update(array.astype(np.int64).tobytes())
-            self._digest = found.hexdigest()[:16]
-        return self._digest
+        found = hashlib.sha256()
+        for array in (*self.source, *self.target):
+            found.update(array.astype(np.int64).tobytes())
+        return found.hexdigest()[:16]
 
 
 def _sentences(folder: Path, name: str, dtype: str) -> Sentences:
@@ -203,23 +198,14 @@ def _write(text: ParallelText, vocabulary: Vocabulary, folder: Path, lowercase: 
     sides = {"source": vocabulary, "target": vocabulary.target}
     dtypes = {k: "uint16" if len(side) <= 1 << 16 else "uint32" for k, side in sides.items()}
     writers = {name: SentenceWriter(folder, name, dtype) for name, dtype in dtypes.items()}
-    unknown, rows = 0, iter(text)
-    with open(folder / NUMBERS, "wb") as stream:
-        while block := list(itertools.islice(rows, AT_ONCE)):
-            numbers, *both = zip(*block, strict=True)
-            np.asarray(numbers, np.int64).tofile(stream)
-            for (name, side), sentences in zip(sides.items(), both, strict=True):
-                tags = text.tags if name == "source" else ()
-                texts = (lower(x, tags) if lowercase else x for x in sentences)
-                found = writers[name].add([side.encode(x) for x in texts])
-                unknown += int((found.ids == UNK).sum())
+    unknown, rows = 0, ((source, target) for _, source, target in text)
+    while block := list(itertools.islice(rows, AT_ONCE)):
+        for (name, side), sentences in zip(sides.items(), zip(*block, strict=True), strict=True):
+            tags = text.tags if name == "source" else ()
+            texts = (lower(x, tags) if lowercase else x for x in sentences)
+            found = writers[name].add([side.encode(x) for x in texts])
+            unknown += int((found.ids == UNK).sum())
     for writer in writers.values():
         writer.close()
-    about = {
-        "source": str(text.source),
-        "target": str(text.target),
-        "dtypes": dtypes,
-        "dropped": vars(text.dropped),
-        "unknown": unknown,
-    }
+    about = {"dtypes": dtypes, "dropped": text.dropped, "unknown": unknown}
     (folder / ABOUT).write_text(json.dumps(about), "utf-8")

@@ -11,7 +11,7 @@ alignment are learned from the training text.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 
@@ -39,22 +39,6 @@ def mark(distance: int | None) -> str:
     return NULL if distance is None or abs(distance) > FAR else f"<unk:{distance:+d}>"
 
 
-class WordTranslations:
-    """Counts how often words are linked, and gives each source word its likeliest translation."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
-
-    def add(self, source: Words, target: Words, links: Links) -> None:
-        for i, j in links:
-            self._counts[source[i]][target[j]] += 1
-
-    def best(self) -> dict[str, str]:
-        """Source word -> the target word that it is most often linked with; of equally frequent
-        ones the one that comes first."""
-        return {word: count.most_common(1)[0][0] for word, count in self._counts.items()}
-
-
 def without_marks(source: Words, translation: str, translations: Mapping[str, str]) -> str:
     """The translation of a source with its marks replaced; one that points to no word is left
     out."""
@@ -68,9 +52,15 @@ def without_marks(source: Words, translation: str, translations: Mapping[str, st
     return " ".join(words)
 
 
-def write_translations(path: str | PathLike[str], translations: Mapping[str, str]) -> None:
-    """A line for each word: the word, a tab, its translation."""
-    write_lines(path, [f"{word}\t{other}" for word, other in sorted(translations.items())])
+def write_translations(path: str | PathLike[str], counts: Mapping[str, Counter[str]]) -> None:
+    """A line for each source word: the word, a tab, and the target word that it is most often
+    linked with, of equally frequent ones the first.
+
+    Args:
+        counts: source word -> how often it is linked with each target word.
+    """
+    best = ((word, count.most_common(1)[0][0]) for word, count in sorted(counts.items()))
+    write_lines(path, ("\t".join(pair) for pair in best))
 
 
 def read_translations(path: str | PathLike[str]) -> dict[str, str]:

@@ -8,11 +8,10 @@ import hashlib
 import io
 import itertools
 import os
-import re
 import sys
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,57 +20,21 @@ from deepfast.files import DataError, written
 # No UTF-8 text starts with these two bytes: the second cannot follow the first.
 GZIP_MAGIC = b"\x1f\x8b"
 UTF8_MARK = b"\xef\xbb\xbf"
-
-# White space, control characters and Unicode's Default_Ignorable_Code_Point, such as the zero-width
-# space and the variation selectors, and what sentencepiece takes for a space: U+2581 and U+FFFD.
-# Normalisation leaves nothing of most of them.
-UNSEEN = (
-    r"\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
-    r"\u202a-\u202e\u2060-\u206f\u2581\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\ufffd"
-    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
-)
-
-
-@dataclass
-class Dropped:
-    """How many sentence pairs were dropped, by reason, and where each reason first occurred."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of pairs: "empty" (no text on at least one side) or "too long"."""
-    first: dict[str, str] = field(default_factory=dict)
-    """Reason -> place of its first occurrence, such as `train.en:17`."""
-
-    def add(self, reason: str, place: str, count: int = 1) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + count
-        self.first.setdefault(reason, place)
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def __or__(self, other: Dropped) -> Dropped:
-        """What two passes over the same pairs dropped, for different reasons."""
-        return Dropped(self.counts | other.counts, self.first | other.first)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{n:,} {reason} (first at {self.first[reason]})" for reason, n in self.counts.items()
-        ]
-        noun = "pair" if self.total == 1 else "pairs"
-        return f"{self.total:,} {noun} dropped" + (": " + ", ".join(parts) if parts else "")
+INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Zs")
+"""Unicode's categories of controls, of characters without width, and of separators."""
 
 
 class ParallelText:
     """The pairs of two files with text on both sides, in file order. Each loop reads the files.
 
-    A side is empty if all its characters are white space or show nothing, such as U+200B.
+    White space, control characters and characters without width, such as U+200B, are no text.
 
     Args:
         source, target: UTF-8 text files, plain or gzip.
-        tags: language tags. One of them in front of a source is not text.
+        tags: language tags. One of them alone is no text.
 
     Attributes:
-        dropped: what the last loop dropped.
+        dropped: how many pairs the last loop dropped.
     """
 
     def __init__(
@@ -81,7 +44,7 @@ class ParallelText:
         tags: Sequence[str] = (),
     ):
         self.source, self.target, self.tags = Path(source), Path(target), tuple(tags)
-        self.dropped = Dropped()
+        self.dropped = 0
 
     def __iter__(self) -> Iterator[tuple[int, str, str]]:
         """(number of the line, source, target), white space at the ends removed.
@@ -89,19 +52,15 @@ class ParallelText:
         Raises:
             DataError: a file cannot be read, the line counts differ, or no pair has text.
         """
-        self.dropped = dropped = Dropped()
-        tag = "|".join(map(re.escape, self.tags))
-        no_source, no_target = re.compile(f"({tag})?[{UNSEEN}]*"), re.compile(f"[{UNSEEN}]*")
-        number = 0
+        number = dropped = 0
         for number, left, right in aligned(self.source, self.target):
             left, right = left.strip(), right.strip()
-            if no_source.fullmatch(left):
-                dropped.add("empty", f"{self.source}:{number}")
-            elif no_target.fullmatch(right):
-                dropped.add("empty", f"{self.target}:{number}")
-            else:
+            if left not in self.tags and _shows(left) and _shows(right):
                 yield number, left, right
-        if dropped.total == number:
+            else:
+                dropped += 1
+        self.dropped = dropped
+        if dropped == number:
             raise DataError(
                 f"expected at least one sentence pair in {self.source} and {self.target}, got "
                 f"{number} lines, of which none has text on both sides"
@@ -113,11 +72,16 @@ class ParallelText:
         return " ".join(_digest(path) for path in (self.source, self.target))
 
 
+def _shows(line: str) -> bool:
+    """Whether a character is visible."""
+    return any(unicodedata.category(character) not in INVISIBLE for character in line)
+
+
 def _digest(path: Path) -> str:
     if path.exists() and not path.is_file():
         # A pipe cannot be read twice.
         raise DataError(f"{path}: expected a file to train on, got something else")
-    with _opened(path) as stream:
+    with opened(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -157,19 +121,24 @@ def lines(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         DataError: the file is missing, unreadable, damaged gzip, or not UTF-8 (names the line).
     """
-    with _opened(path) as stream:
+    with opened(path) as stream:
         yield from _lines(stream, os.fspath(path))
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+def opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+    """A file to read.
+
+    Raises:
+        DataError: it is missing or cannot be read.
+    """
     try:
         with open(path, "rb") as stream:
             yield stream
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
-        raise DataError(f"{path}: expected a text file, got a folder") from error
+        raise DataError(f"{path}: expected a file, got a folder") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 

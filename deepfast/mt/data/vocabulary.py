@@ -6,24 +6,24 @@ https://aclanthology.org/D18-2012.
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import copy
 import hashlib
 import io
-import json
 import os
-import re
-from collections.abc import Container, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepfast.files import DataError, require, write_atomically
+from deepfast.mt.data.text import opened
+from deepfast.mt.ids import BOS, EOS, PAD, UNK
 
-PAD, UNK, BOS, EOS = 0, 1, 2, 3
 # Sentencepiece's sign for the space before a word.
 SPACE = "▁"
 SPECIALS = ("<pad>", "<unk>", "<s>", "</s>")
+TWO = b"\0"
+"""Begins the bytes of two vocabularies; those of one begin with another byte."""
 
 
 class Vocabulary:
@@ -39,24 +39,34 @@ class Vocabulary:
     With whole words, which spaces separate, every other word is one unk.
 
     Two vocabularies are equal where their bytes are.
+
+    Attributes:
+        tags: language tags and their ids.
+        whole_words: whether the pieces are whole words.
+        target: the vocabulary of the target's side; this one, unless `with_target` has set another.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD, UNK, BOS, EOS
 
     def __init__(self, model: bytes, *, name: str = "vocabulary") -> None:
         """Use `from_bytes`, `load` or `train`. `name` is what errors call this vocabulary."""
-        self._description = _described(model, name)
+        self._model, described = model, _described(model, name)
+        pieces, spec = enumerate(described.pieces), described.trainer_spec
+        self.tags = {p.piece: index for index, p in pieces if p.type == p.USER_DEFINED}
+        self.whole_words = spec.model_type == spec.WORD
         sentencepiece = require("sentencepiece", "a vocabulary")
-        processor = sentencepiece.SentencePieceProcessor()
-        try:
-            processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise DataError(f"{name}: sentencepiece cannot read this model ({error})") from error
-        ids = processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id()
+        self._processor = p = sentencepiece.SentencePieceProcessor(model_proto=model)
+        ids = p.pad_id(), p.unk_id(), p.bos_id(), p.eos_id()
         if ids != (PAD, UNK, BOS, EOS):
             raise DataError(f"{name}: pad, unk, bos, eos must have the ids 0, 1, 2, 3, got {ids}")
-        self._model = model
-        self._processor = processor
+        self.target: Vocabulary = self
+
+    def with_target(self, target: Vocabulary) -> Vocabulary:
+        """This vocabulary for the source, with another one for the target: `decode` is then that of
+        the target."""
+        both = copy.copy(self)
+        both.target = target
+        return both
 
     @classmethod
     def train(
@@ -64,9 +74,7 @@ class Vocabulary:
         sentences: Iterable[str],
         size: int,
         *,
-        path: str | os.PathLike[str] | None = None,
         at_most: bool = False,
-        split_digits: bool = True,
         tags: Sequence[str] = (),
         whole_words: bool = False,
     ) -> Vocabulary:
@@ -76,9 +84,7 @@ class Vocabulary:
         random numbers.
 
         Args:
-            path: where to save the result, or None.
             at_most: where the sentences support fewer than `size` pieces, learn that many.
-            split_digits: every digit is a piece of its own, so that a model can copy figures.
             tags: language tags, each one piece; their ids start at 4.
             whole_words: learn the most frequent words in place of subwords.
 
@@ -86,13 +92,11 @@ class Vocabulary:
             DataError: no sentences, or `size` is more or less than the sentences support (the
                 error names the limit).
         """
-        if size <= len(SPECIALS):
-            raise DataError(f"vocabulary size must be more than {len(SPECIALS)}, got {size}")
         trainer = require("sentencepiece", "training a vocabulary").SentencePieceTrainer
         model = io.BytesIO()
         try:
             trainer.train(
-                sentence_iterator=_one_line_each(sentences),
+                sentence_iterator=iter(sentences),
                 model_writer=model,
                 model_type="word" if whole_words else "bpe",
                 vocab_size=size,
@@ -102,7 +106,8 @@ class Vocabulary:
                 eos_id=EOS,
                 # Every character of the training text gets a piece: no unk in training.
                 character_coverage=1.0,
-                split_digits=split_digits,
+                # A model can then copy figures.
+                split_digits=True,
                 user_defined_symbols=list(tags),
                 hard_vocab_limit=not at_most,
                 num_threads=1,
@@ -113,30 +118,29 @@ class Vocabulary:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            raise DataError(_training_error(str(error), size)) from error
-        vocabulary = cls(model.getvalue())
-        if path is not None:
-            vocabulary.save(path)
-        return vocabulary
+            # Behind the place in its code sentencepiece says the least or the greatest size.
+            reason = str(error).rpartition("] ")[2] or "the sentences have no text"
+            raise DataError(f"a vocabulary of size {size} cannot be learned: {reason}") from error
+        return cls(model.getvalue())
 
     @staticmethod
     def from_bytes(content: bytes) -> Vocabulary:
-        """The inverse of `to_bytes`, of one vocabulary or of two.
+        """The inverse of `to_bytes`.
 
         Raises:
             DataError: other content, an incomplete sentencepiece model, or other special ids.
         """
-        # A sentencepiece model begins with the tag of a field, which is another byte.
-        if content[:1] != b"{":
-            return Vocabulary(bytes(content))
-        try:
-            held = json.loads(content.decode("utf-8"))
-            sides = [base64.b64decode(held[side]) for side in ("source", "target")]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"vocabulary: expected two of them, got other data ({error})"
-            ) from error
-        return SeparateVocabularies(*map(Vocabulary, sides))
+        if not content.startswith(TWO):
+            return Vocabulary(content)
+        start = len(TWO) + 8
+        end = start + int.from_bytes(content[len(TWO) : start])
+        return Vocabulary(content[start:end]).with_target(Vocabulary(content[end:]))
+
+    def to_bytes(self) -> bytes:
+        """The whole vocabulary, of both sides, to be kept inside a checkpoint."""
+        if self.target is self:
+            return self._model
+        return TWO + len(self._model).to_bytes(8) + self._model + self.target._model
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -145,22 +149,16 @@ class Vocabulary:
         Raises:
             DataError: missing, truncated or foreign file, or other special ids.
         """
-        path = Path(path)
-        try:
-            model = path.read_bytes()
-        except FileNotFoundError as error:
-            raise DataError(f"{path}: there is no such vocabulary file") from error
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-        return cls(model, name=str(path))
+        with opened(path) as stream:
+            return cls(stream.read(), name=os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model; a reader never sees a part of it."""
-        write_atomically(path, self._model)
-
-    def to_bytes(self) -> bytes:
-        """The whole vocabulary, to be kept inside a checkpoint."""
-        return self._model
+        """Write the model; of two vocabularies source.model and target.model beside ``path``."""
+        if self.target is self:
+            write_atomically(path, self._model)
+        else:
+            write_atomically(Path(path).with_name("source.model"), self._model)
+            self.target.save(Path(path).with_name("target.model"))
 
     def fingerprint(self) -> str:
         """A short digest: equal for equal vocabularies."""
@@ -169,39 +167,13 @@ class Vocabulary:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.to_bytes() == other.to_bytes()
 
-    def __hash__(self) -> int:
-        return hash(self.to_bytes())
-
-    def __reduce__(self):
-        return Vocabulary.from_bytes, (self.to_bytes(),)
-
-    def __repr__(self) -> str:
-        sizes = f"{len(self)} and {self.target_size} ids"
-        return f"{type(self).__name__}({sizes}, {self.fingerprint()})"
-
     def __len__(self) -> int:
+        """The number of ids, of the source's side."""
         return len(self._processor)
-
-    @property
-    def target(self) -> Vocabulary:
-        """The vocabulary of the target's side: this one, which both sides share."""
-        return self
-
-    @property
-    def target_size(self) -> int:
-        """Number of ids on the target's side."""
-        return len(self.target)
-
-    @cached_property
-    def tags(self) -> dict[str, int]:
-        """Language tags and their ids."""
-        pieces = enumerate(self._description.pieces)
-        return {p.piece: index for index, p in pieces if p.type == p.USER_DEFINED}
 
     def encode(self, sentence: str) -> list[int]:
         """The ids of a sentence, without bos and eos; a language tag in front has the first id."""
-        # Sentencepiece takes some characters that separate words, such as VT, for nothing.
-        tag, rest = self._known_tag(" ".join(sentence.split()))
+        tag, rest = self._known_tag(sentence)
         ids = (
             self._processor.PieceToId(self._words(rest))
             if self.whole_words
@@ -213,32 +185,15 @@ class Vocabulary:
         """The ids of both sides of every pair, ready for `TokenBatches`."""
         return [(self.encode(source), self.target.encode(target)) for source, target in pairs]
 
-    def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
-        """The text of the ids, without pad, bos and eos; unk becomes `⁇`.
-
-        unknown: for each unk in ids, in order, the words that replace it; may be "".
-
-        Raises:
-            DataError: an id outside the vocabulary, or ``unknown`` for another number of unks.
-        """
-        # Sentencepiece does not take tensors, nor a tensor's elements.
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if wrong := [i for i in ids if not 0 <= i < len(self)]:
-            raise DataError(f"decode: ids must be from 0 to {len(self) - 1}, got {wrong[0]}")
-        ids = [i for i in ids if i not in (PAD, BOS, EOS)]
-        if unknown is None:
-            text = self._processor.DecodeIds(ids)
-        else:
-            if len(unknown) != ids.count(UNK):
-                raise DataError(
-                    f"decode: unknown must be words for {ids.count(UNK)} unks, got {len(unknown)}"
-                )
-            words = iter(unknown)
-            text = "".join(
-                f" {next(words)} " if i == UNK else self._processor.IdToPiece(i).replace(SPACE, " ")
-                for i in ids
-            )
-        # Sentencepiece puts spaces around its sign for unk.
+    def decode(self, ids: Iterable[int], *, unknown: str = "⁇") -> str:
+        """The target's text of the ids, without pad, bos and eos, with ``unknown`` for each unk."""
+        runs: list[list[int]] = [[]]
+        for i in map(int, ids):
+            if i == UNK:
+                runs.append([])
+            elif i not in (PAD, BOS, EOS):
+                runs[-1].append(i)
+        text = f" {unknown} ".join(map(self.target._processor.DecodeIds, runs))
         return " ".join(text.split())
 
     def pieces(self, sentence: str) -> list[str]:
@@ -247,63 +202,16 @@ class Vocabulary:
         split = self._words if self.whole_words else self._processor.EncodeAsPieces
         return [*tag, *split(rest)]
 
-    def words(self, sentence: str) -> tuple[list[str], list[int]]:
-        """The words of a sentence, and for each of its ids the number of its word."""
-        words: list[str] = []
-        numbers = []
-        for piece in self.pieces(sentence):
-            if piece.startswith(SPACE) or not words:
-                words.append("")
-            words[-1] += piece.removeprefix(SPACE)
-            numbers.append(len(words) - 1)
-        return words, numbers
-
     def _words(self, text: str) -> list[str]:
         """The words of a text as pieces. Sentencepiece would join unknown ones to one piece."""
         return [SPACE + word for word in self._processor.Normalize(text).split(SPACE) if word]
 
-    @cached_property
-    def whole_words(self) -> bool:
-        """Whether the pieces are whole words."""
-        spec = self._description.trainer_spec
-        return spec.model_type == spec.WORD
-
     def _known_tag(self, sentence: str) -> tuple[list[str], str]:
         """The sentence's language tag, in a list that is empty where it has none, and the rest."""
+        # Sentencepiece takes some characters that separate words, such as VT, for nothing.
+        sentence = " ".join(sentence.split())
         tag, rest = split_tag(sentence)
         return ([tag], rest) if tag in self.tags else ([], sentence)
-
-
-class SeparateVocabularies(Vocabulary):
-    """The source's `Vocabulary`, with another one for the target.
-
-    `encode`, `pieces`, `words` and `tags` are those of the source, `decode` is that of the target.
-
-    Attributes:
-        target: the target's `Vocabulary`.
-    """
-
-    def __init__(self, source: Vocabulary, target: Vocabulary) -> None:
-        super().__init__(source.to_bytes())
-        self._target = target
-
-    @property
-    def target(self) -> Vocabulary:
-        return self._target
-
-    def to_bytes(self) -> bytes:
-        sides = {"source": self._model, "target": self._target.to_bytes()}
-        encoded = {side: base64.b64encode(model).decode() for side, model in sides.items()}
-        return json.dumps(encoded).encode()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes two files: for ``vocabulary.model`` source.model and target.model beside it."""
-        folder = Path(path).parent
-        write_atomically(folder / "source.model", self._model)
-        self._target.save(folder / "target.model")
-
-    def decode(self, ids: Sequence[int], *, unknown: Sequence[str] | None = None) -> str:
-        return self._target.decode(ids, unknown=unknown)
 
 
 def _described(model: bytes, name: str) -> Any:
@@ -345,25 +253,3 @@ def lower(sentence: str, tags: Container[str]) -> str:
     """The sentence in lower case, except for one of ``tags`` in front of it."""
     tag, rest = split_tag(sentence)
     return f"{tag} {rest.lower()}" if tag in tags else sentence.lower()
-
-
-def _one_line_each(sentences: Iterable[str]) -> Iterator[str]:
-    # Sentencepiece refuses a line end inside a sentence; from blank ones alone its versions before
-    # 0.2.3 learn a vocabulary of nothing.
-    return (sentence.replace("\n", " ") for sentence in sentences if not sentence.isspace())
-
-
-def _training_error(message: str, size: int) -> str:
-    if most := re.search(r"set it to a value <= (\d+)", message):
-        return (
-            f"vocabulary size {size} is more than these sentences support: "
-            f"expected at most {most[1]}"
-        )
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return (
-            f"vocabulary size {size} is less than the specials and the distinct characters of "
-            f"these sentences: expected at least {least[1]}"
-        )
-    if "sentences_.empty()" in message or "all_chars_count" in message:
-        return "a vocabulary needs at least one sentence with text, got none"
-    return f"sentencepiece could not train a vocabulary of size {size} ({message})"

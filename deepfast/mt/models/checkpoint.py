@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from deepfast.mt.models.interface import TranslationModel
 
 FORMAT = "deepfast-checkpoint"
 VERSION = 3
-PLAIN_KEYS = {"step": int, "kind": str, "config": dict, "vocabulary": bytes, "recipe": dict}
-"""Keys of every checkpoint -> types of their values, without the tensors."""
-KEYS = PLAIN_KEYS | {"model": dict}
-"""Keys of a file."""
+PLAIN_KEYS = ("step", "kind", "config", "vocabulary", "recipe")
+"""Keys of every checkpoint, without the tensors."""
+RUN = "run.pt"
+"""The file of these keys in the folder of a step."""
 
 
 class CheckpointError(ValueError):
@@ -49,17 +49,13 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
     """
+    path = Path(path)
     try:
-        write_file(Path(path), content)
+        with replaced(path) as stream:
+            torch.save({"format": FORMAT, "version": VERSION} | content, stream)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        raise not_written(Path(path), error) from error
-
-
-def write_file(path: Path, content: dict[str, Any]) -> None:
-    """`save_checkpoint` that leaves the errors as they are."""
-    with replaced(path) as stream:
-        torch.save({"format": FORMAT, "version": VERSION} | content, stream)
-    sync_folder(path.parent)
+        raise not_written(path, error) from error
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
@@ -73,12 +69,11 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names of new files survive a power cut."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -95,15 +90,25 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         from deepfast.mt.models.checkpoint_folder import read_folder
 
         return read_folder(path)
-    return read_file(path, KEYS)
+    content = _read_file(path)
+    if "model" not in content:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint with its tensors, got {RUN} of a step"
+        )
+    return content
 
 
-def read_file(path: Path, keys: Mapping[str, type]) -> dict[str, Any]:
-    """The dict of a file that `write_file` wrote. Compares its check sums, which torch.load does
-    not do.
+def read_run(path: Path) -> dict[str, Any]:
+    """The keys of the folder of a step, without its tensors.
 
-    Args:
-        keys: it must have -> types of their values.
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return _read_file(path / RUN)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The dict of a file that `save_checkpoint` wrote. Compares check sums, unlike torch.load.
 
     Raises:
         CheckpointError: see `load_checkpoint`.
@@ -130,14 +135,9 @@ def read_file(path: Path, keys: Mapping[str, type]) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: expected a deepfast checkpoint, got other torch.save content"
         )
-    if content.get("version") != VERSION:
+    if content["version"] != VERSION:
         raise CheckpointError(
-            f"{path}: expected a checkpoint of version {VERSION}, got version "
-            f"{content.get('version')!r}"
-        )
-    if unfit := [key for key, kind in keys.items() if not isinstance(content.get(key), kind)]:
-        raise CheckpointError(
-            f"{path}: the checkpoint lacks {', '.join(unfit)}, or has a value of another type"
+            f"{path}: expected a checkpoint of version {VERSION}, got version {content['version']}"
         )
     return content
 
@@ -170,35 +170,19 @@ def model_of(
     Raises:
         CheckpointError: kind, config or weights do not fit together.
     """
-    kind = content["kind"]
-    if kind not in KINDS:
-        raise CheckpointError(
-            f"{path}: expected a checkpoint of a kind of model that this deepfast knows "
-            f"({', '.join(KINDS)}), got {kind!r}"
-        )
     try:
-        config = replace(KINDS[kind].Config(**content["config"]), backend=None)
+        kind = KINDS[content["kind"]]
         # The weights are replaced; on the meta device they cost neither time nor memory.
         with torch.device("meta"):
-            model = KINDS[kind](config)
-    except (ValueError, TypeError) as error:
+            model = kind(replace(kind.Config(**content["config"]), backend=None))
+        copies = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
+        model.load_state_dict(copies, assign=True)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path}: the checkpoint's config cannot be used ({error})"
+            f"{path}: the checkpoint's kind, config and weights do not go together ({reason:.200})"
         ) from error
-    wanted, found = shapes_of(model.state_dict()), shapes_of(content["model"])
-    for name in (*wanted, *found):
-        if wanted.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{path}: the checkpoint's weights are not those of its config: {name} must be "
-                f"{wanted.get(name, 'absent')}, got {found.get(name, 'none')}"
-            )
-    copies = {name: weight.to(device, copy=True) for name, weight in content["model"].items()}
-    model.load_state_dict(copies, assign=True)
     return model.eval()
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def check_config(path: object, content: dict[str, Any], config: Any) -> None:
@@ -224,16 +208,18 @@ def average_checkpoints(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Te
     """The mean of the models' parameters, summed in float64 and returned in their own dtypes.
 
     Raises:
-        CheckpointError: there are no paths, one cannot be read, or the models differ in shape.
+        CheckpointError: one cannot be read, or the models differ in shape.
     """
-    if not paths:
-        raise CheckpointError("average: expected at least one checkpoint, got none")
     first = load_checkpoint(paths[0])["model"]
     totals = {name: tensor.double() for name, tensor in first.items()}
     for path in paths[1:]:
         weights = load_checkpoint(path)["model"]
-        if shapes_of(weights) != shapes_of(first):
+        if _shapes(weights) != _shapes(first):
             raise CheckpointError(f"{path}: the model differs in shape from the one in {paths[0]}")
         for name, tensor in weights.items():
             totals[name] += tensor
     return {name: (total / len(paths)).to(first[name].dtype) for name, total in totals.items()}
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

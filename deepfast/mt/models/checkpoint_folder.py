@@ -18,7 +18,6 @@ run.pt. DCP's safetensors format has no pickle, but needs that package.
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from deepfast.mt.models.checkpoint import PLAIN_KEYS, CheckpointError, read_file
+from deepfast.mt.models.checkpoint import PLAIN_KEYS, CheckpointError, read_run
 
-RUN = "run.pt"
 MODEL, OPTIMIZER = "model.", "optimizer."
-KEYS = PLAIN_KEYS | {"training": dict, "tensors": dict, "files": dict}
-"""Keys of run.pt -> types of their values."""
 
 Table = dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple]]]
 """The values of the key `tensors`."""
@@ -113,19 +109,6 @@ def read_tensors(path: Path, table: Table, tensors: dict[str, Tensor], group: An
 def _quiet() -> Any:
     """Without torch's warning that a process works alone, which is meant."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """The keys of a step's folder, without its tensors.
-
-    Raises:
-        CheckpointError: the folder is not that of a step, or it is damaged.
-    """
-    content = read_file(path / RUN, KEYS)
-    named, step = re.fullmatch(r"step-(\d{8})", path.name), content["step"]
-    if named and int(named[1]) != step:
-        raise CheckpointError(f"{path}: expected a checkpoint of that step, got one of step {step}")
-    return content
 
 
 def read_folder(path: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from deepfast import ops
 from deepfast.mt.checked import Field, Fraction, Layers, Positive, Width, checked
+from deepfast.mt.ids import PAD
 from deepfast.mt.models.interface import (
     ModelConfig,
     ParameterGroup,
@@ -104,9 +105,7 @@ class Attention(nn.Module):
     def forward(self, query_BH: Tensor, keys_BSA: Tensor, padding_BS: Tensor) -> Tensor:
         """Weights (B, S), 0 on padding. The keys have passed ``self.key``."""
         scores = self.score(torch.tanh(self.query(query_BH).unsqueeze(1) + keys_BSA)).squeeze(-1)
-        # A finite number: with -inf the softmax of a source of padding alone would be NaN.
-        low = torch.finfo(scores.dtype).min
-        return scores.masked_fill(padding_BS, low).softmax(-1).masked_fill(padding_BS, 0)
+        return scores.masked_fill(padding_BS, -torch.inf).softmax(-1)
 
 
 @dataclass
@@ -154,8 +153,7 @@ class DecodeState:
 class FastForwardLSTM(TranslationModel):
     """Deep-Att, or without attention Deep-ED.
 
-    Padding may stand anywhere in the source, and on the right of the target. A source of padding
-    alone has the context 0.
+    Padding may stand anywhere in the source, and on the right of the target.
     """
 
     Config = FastForwardLSTMConfig
@@ -174,8 +172,8 @@ class FastForwardLSTM(TranslationModel):
             sizes = [inputs] + [3 * c.dim if c.fast_forward else c.dim] * (count - 1)
             return nn.ModuleList(Layer(size, c.dim, c.bias, c.backend) for size in sizes)
 
-        self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=c.padding_idx)
-        self.target_embedding = nn.Embedding(target_vocab_size(c), width, padding_idx=c.padding_idx)
+        self.source_embedding = nn.Embedding(c.vocab_size, width, padding_idx=PAD)
+        self.target_embedding = nn.Embedding(target_vocab_size(c), width, padding_idx=PAD)
         self.columns = nn.ModuleList(stack(width, c.encoder_layers) for _ in range(c.columns))  # type: ignore[assignment]
         self.decoder = stack(self.context_dim + width, c.decoder_layers)  # type: ignore[assignment]
         if reduced:
@@ -193,7 +191,7 @@ class FastForwardLSTM(TranslationModel):
                 nn.init.normal_(p, std=c.init_std)
         with torch.no_grad():
             for embedding in (self.source_embedding, self.target_embedding):
-                embedding.weight[c.padding_idx].zero_()
+                embedding.weight[PAD].zero_()
 
     def _recurrent(self) -> list[nn.Parameter]:
         layers = [m for m in self.modules() if isinstance(m, Layer)]
@@ -252,7 +250,7 @@ class FastForwardLSTM(TranslationModel):
 
     def encode(self, source_BS: Tensor) -> Source:
         """Token ids (B, S) to what the decoder reads."""
-        padding, places = (source_BS == self.config.padding_idx).sort(dim=1, stable=True)
+        padding, places = (source_BS == PAD).sort(dim=1, stable=True)
         lengths = (~padding).sum(1)
         x = self.source_embedding(source_BS.gather(1, places).T)
         fs, hs, lasts = zip(
@@ -267,14 +265,9 @@ class FastForwardLSTM(TranslationModel):
                 encoded = self.quarter(encoded)
             encoded = encoded.transpose(0, 1)
             return Source(encoded, self.attention.key(encoded), padding, places)
-        behind, wordless = padding.T.unsqueeze(-1), (lengths == 0).unsqueeze(-1)
-
-        def most(t: Tensor) -> Tensor:
-            # torch has no maximum over zero positions.
-            highest = t.masked_fill(behind, -torch.inf).amax(0) if len(t) else t.sum(0)
-            return highest.masked_fill(wordless, 0)
-
-        return Source(torch.cat((lasts[0], *map(most, (*hs[1:], *fs))), -1))
+        behind = padding.T.unsqueeze(-1)
+        most = (t.masked_fill(behind, -torch.inf).amax(0) for t in (*hs[1:], *fs))
+        return Source(torch.cat((lasts[0], *most), -1))
 
     def _attended(self, source: Source, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The decoder's first layer over y (T, B, E), step by step: f, h and the attention weights
@@ -282,8 +275,6 @@ class FastForwardLSTM(TranslationModel):
         layer, linear = self.decoder[0], self.decoder[0].feed_forward
         from_context, from_word = linear.weight.split((self.context_dim, y.shape[-1]), 1)
         words = F.linear(y, from_word, linear.bias)
-        if not len(words):
-            return words, layer.recur(words)[0], words.new_zeros(0, *source.padding.shape)
         h, c = words.new_zeros(y.shape[1], self.config.dim), None
         fs, hs, weights = [], [], []
         for word in words:
@@ -303,7 +294,7 @@ class FastForwardLSTM(TranslationModel):
     def _decode(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """h (T, B, H) of the decoder's top layer."""
         source, y = self.encode(source_BS), self._words(target_in_BT)
-        lengths = (target_in_BT != self.config.padding_idx).sum(1)
+        lengths = (target_in_BT != PAD).sum(1)
         first, *others = self.decoder
         if self.config.attention:
             f, h, _ = self._attended(source, y)
@@ -319,13 +310,13 @@ class FastForwardLSTM(TranslationModel):
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row."""
         h_BT = self._decode(source_BS, target_in_BT).transpose(0, 1)
-        return self.softmax(h_BT[target_in_BT != self.config.padding_idx])
+        return self.softmax(h_BT[target_in_BT != PAD])
 
     def labelled(
         self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """h (N, H) of the real positions, position by position, and their labels (N,)."""
-        real_TB = (target_in_BT != self.config.padding_idx).T
+        real_TB = (target_in_BT != PAD).T
         return self._decode(source_BS, target_in_BT)[real_TB], target_out_BT.T[real_TB]
 
     def logit_map(self) -> tuple[Tensor, Tensor | None]:

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
-from deepfast.mt.checked import Checked, Count, Size, checked
+from deepfast.mt.checked import Checked, Count, checked
+from deepfast.mt.ids import PAD
 
 IGNORED = -100
 """The label of a position that has none."""
 
-DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "padding_idx", "languages")
+DERIVED_FIELDS = ("vocab_size", "target_vocab_size", "languages")
 """Fields of a config that the vocabulary decides, not the recipe; an LSTM knows no languages."""
 
 
@@ -24,14 +25,8 @@ class ModelConfig(Checked):
     """V of the source; of the target too where target_vocab_size is None."""
     target_vocab_size: Count | None = None
     """V of the target, where it has its own vocabulary."""
-    padding_idx: Size = 0
-    """Id of the padding token."""
     backend: str | None = None
     """See deepfast.backend."""
-
-    def __post_init__(self):
-        sizes = [each for each in (self.vocab_size, self.target_vocab_size) if each is not None]
-        self.expect(self.padding_idx < min(sizes), "padding_idx", f"an id below {min(sizes)}")
 
 
 class ParameterGroup(TypedDict, total=False):
@@ -120,7 +115,7 @@ class TranslationModel(SearchModel):
             backend=self.config.backend,
         )  # fmt: skip
         for penalty in self.penalties():
-            loss = loss + penalty * (target_in_BT != self.config.padding_idx).sum()
+            loss = loss + penalty * (target_in_BT != PAD).sum()
         return loss, *more
 
     def penalties(self) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepfast.mt.ids import PAD
 from deepfast.mt.models.interface import (
     IGNORED,
     ParameterGroup,
@@ -125,7 +126,7 @@ class PackedModel(TranslationModel):
     def forward(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
         """Logits (N, V) for the N real positions of ``target_in_BT``, row by row.
 
-        Their labels are ``target_out[target_in != padding_idx]``.
+        Their labels are ``target_out[target_in != PAD]``.
         """
         return self.project(self.decode(source_BS, target_in_BT)[0])
 
@@ -135,8 +136,7 @@ class PackedModel(TranslationModel):
         """The decoder's output (N, D) and its labels (N,)."""
         x, packing = self.decode(source_BS, target_in_BT)
         # A compiled model does not pack: it also computes padding, which must not count.
-        padding_BT = target_in_BT == self.config.padding_idx
-        labels = target_out_BT.masked_fill(padding_BT, IGNORED).flatten()
+        labels = target_out_BT.masked_fill(target_in_BT == PAD, IGNORED).flatten()
         return x, labels if packing.indices is None else labels[packing.indices]
 
     def alignment(self, source_BS: Tensor, target_in_BT: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Transformer(PackedModel):
         return bool(self._latent)
 
     def set_step(self, step: int) -> None:
-        """Before each training step, counted from 1: latent depth anneals and draws by it."""
+        """Latent depth anneals and draws by the step."""
         for latent in self._latent.values():
             latent.set_step(step)
 
@@ -269,8 +269,7 @@ class Transformer(PackedModel):
         needed = self._latent or not self.training
         if not needed or not self.config.languages or not source_BS.numel():
             return 0
-        real = source_BS != self.config.padding_idx
-        first = source_BS.gather(1, real.int().argmax(1, keepdim=True))
+        first = source_BS.gather(1, (source_BS != PAD).int().argmax(1, keepdim=True))
         languages = {self.group([tag]) for tag in first.flatten().tolist()}
         if len(languages) > 1:
             raise ValueError(
@@ -280,11 +279,11 @@ class Transformer(PackedModel):
         return languages.pop()
 
     def _new_embedding(self, size: int) -> nn.Embedding:
-        dim, padding_idx = self.config.dim, self.config.padding_idx
-        embedding = nn.Embedding(size, dim, padding_idx=padding_idx)
+        dim = self.config.dim
+        embedding = nn.Embedding(size, dim, padding_idx=PAD)
         nn.init.normal_(embedding.weight, std=dim**-0.5)
         with torch.no_grad():
-            embedding.weight[padding_idx].zero_()
+            embedding.weight[PAD].zero_()
         return embedding
 
     @property
@@ -299,7 +298,7 @@ class Transformer(PackedModel):
 
     def _packed(self, tokens_BS: Tensor, embedding: nn.Embedding) -> tuple[Tensor, Packing]:
         batch, length = tokens_BS.shape
-        padding_BS = tokens_BS == self.config.padding_idx
+        padding_BS = tokens_BS == PAD
         packing = Packing.of(batch, length, padding_BS)
         # Positions count real tokens, so that padding on the left does not shift a sentence.
         positions = ((~padding_BS).cumsum(1) - 1).flatten()
@@ -380,7 +379,6 @@ class Transformer(PackedModel):
         return (self._target if self.output is None else self.output).weight, None
 
     def penalties(self) -> list[Tensor]:
-        """Those of latent depth."""
         return [latent.penalty() for latent in self._latent.values()]
 
     def start(self, source_BS: Tensor) -> DecodeState:

@@ -104,7 +104,6 @@ class TransformerConfig(ModelConfig):
     must read each of them: see deepfast.nn.connections.fusion.OPTIONS."""
 
     def __post_init__(self):
-        super().__post_init__()
         even = not (self.dim % self.num_heads or self.dim % 2)
         self.expect(even, "dim", f"an even multiple of num_heads {self.num_heads}")
         shared = self.share_embeddings == "all"
@@ -117,7 +116,6 @@ class TransformerConfig(ModelConfig):
             if norm == "deepnorm":
                 self._check_scaled(side)
         self._check_connections()
-        self._check_languages()
         arguments = [
             {"num_layers": getattr(self, f"{side}_layers")} | self.latent
             for side in SIDES
@@ -186,12 +184,6 @@ class TransformerConfig(ModelConfig):
         for name, value in needs.items():
             fits = getattr(self, name) == value
             self.expect(fits, name, f"{value or 'null'} with norm deepnorm")
-
-    def _check_languages(self) -> None:
-        tags = {*self.languages.values()}
-        within = all(0 <= tag < self.vocab_size and tag != self.padding_idx for tag in tags)
-        expected = f"different ids below vocab_size {self.vocab_size} for their tags"
-        self.expect(within and len(tags) == len(self.languages), "languages", expected)
 
     def _check_fusion(self) -> None:
         kinds = {side: getattr(self, f"{side}_fusion") for side in SIDES}

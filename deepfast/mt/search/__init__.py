@@ -12,7 +12,7 @@ lines and turns the results into text. sacrebleu is imported when a score is ask
 from deepfast.mt.search.beam import Hypothesis, beam_search, score_hypotheses
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.options import DecodingOptions
-from deepfast.mt.search.score import Part, Scores, bleu, bleu_by_length, bleu_of_part
+from deepfast.mt.search.score import Scores, bleu
 from deepfast.mt.search.translate import (
     Translation,
     Translator,
@@ -26,14 +26,11 @@ __all__ = [
     "DecodingOptions",
     "Ensemble",
     "Hypothesis",
-    "Part",
     "Scores",
     "Translation",
     "Translator",
     "beam_search",
     "bleu",
-    "bleu_by_length",
-    "bleu_of_part",
     "load_translator",
     "score_hypotheses",
     "translate_lines",

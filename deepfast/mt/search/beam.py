@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepfast.dtypes import compute_dtype
 from deepfast.mt.data import make_batch
-from deepfast.mt.data.vocabulary import BOS, EOS, UNK
+from deepfast.mt.ids import BOS, EOS, PAD, UNK
 from deepfast.mt.models.interface import SearchModel, TranslationModel, target_vocab_size
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.ops import decoding as ops
@@ -66,19 +66,9 @@ def beam_search(
         vocabulary and ``max_length`` allow no more.
 
     Raises:
-        ValueError: a source of another form, or a sentence without a token.
         RuntimeError: NaN or +inf in the logits, or no token left to generate.
     """
-    if not isinstance(source_BS, Tensor) or source_BS.dim() != 2 or source_BS.dtype != torch.int64:
-        tensor = isinstance(source_BS, Tensor)
-        got = f"{source_BS.dtype} {tuple(source_BS.shape)}" if tensor else type(source_BS).__name__
-        raise ValueError(f"beam_search: source must be int64 (B, S), got {got}")
-    lengths = (source_BS != model.config.padding_idx).sum(1).tolist()
-    if 0 in lengths:
-        raise ValueError(
-            "beam_search: expected at least one token in every sentence, got only padding in "
-            f"sentence {lengths.index(0)}"
-        )
+    lengths = (source_BS != PAD).sum(1).tolist()
     sentences = [_Sentence(options.max_length or 2 * n + 10, options) for n in lengths]
     if sentences:
         with torch.inference_mode(), evaluating(model):
@@ -95,7 +85,7 @@ def _search(
     done has no row, nor has an empty place in a beam.
     """
     device = source_BS.device
-    banned = sorted({model.config.padding_idx, BOS, *([UNK] if options.no_unknown else [])})
+    banned = sorted({PAD, BOS, *([UNK] if options.no_unknown else [])})
     state = model.start(source_BS)
     tokens_R = torch.full((len(active),), BOS, device=device)
     while active:
@@ -193,15 +183,13 @@ class _Sentence:
 
 @contextlib.contextmanager
 def evaluating(model: SearchModel) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in the mode in which it was."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    """Evaluation mode; afterwards the model is in the mode in which it was."""
+    training = model.training
+    model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        model.train(training)
 
 
 def score_hypotheses(
@@ -218,15 +206,7 @@ def score_hypotheses(
 
     Returns:
         For each sentence the log-probability of each of its translations, summed in fp64.
-
-    Raises:
-        ValueError: not one list of translations for each sentence.
     """
-    if len(hypotheses) != len(source_BS):
-        raise ValueError(
-            f"score_hypotheses: expected translations of {len(source_BS)} sentences, got "
-            f"{len(hypotheses)}"
-        )
     rows = [(sentence, tokens) for sentence, given in enumerate(hypotheses) for tokens in given]
     if not rows:
         return [[] for _ in hypotheses]

@@ -11,25 +11,19 @@ log-probabilities there are means over the tokens, so its ``alpha = 0.5, gamma =
 ``alpha = 0.5, gamma = 0.6`` here.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.interface import SearchModel, TranslationModel
-from deepfast.mt.search.beam import beam_search, score_hypotheses
-from deepfast.mt.search.ensemble import Ensemble
+from deepfast.mt.models import DepthGrowing
+from deepfast.mt.models.interface import SearchModel
+from deepfast.mt.search.beam import Hypothesis, beam_search, score_hypotheses
 from deepfast.mt.search.options import DecodingOptions
 
-Scored = tuple[float, tuple[int, ...]]
-"""The score of a translation and its token ids, without bos and eos."""
 
-
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A translation and its log-probability by each network."""
 
     tokens: tuple[int, ...]
@@ -40,47 +34,38 @@ class Candidate:
     """log P by the other one."""
 
 
-def check_grown(model: SearchModel) -> TranslationModel:
-    """The model, which has a bottom.
-
-    Raises:
-        ValueError: the model has not grown, or is an `Ensemble`.
-    """
-    if isinstance(model, Ensemble):
-        got = f"{len(model.models)} models"
-    elif hasattr(model, "bottom"):
-        return cast(TranslationModel, model)
-    else:
-        got = kind_of(model.config)
-    raise ValueError(
-        f"deep-shallow decoding: expected one model of the kind depth_growing, got {got}"
-    )
+def check_grown(model: SearchModel) -> DepthGrowing:
+    """The model, or a ValueError if it has not grown."""
+    if not isinstance(model, DepthGrowing):
+        raise ValueError(
+            "deep-shallow decoding: expected one model of the kind depth_growing, got "
+            f"{type(model).__name__}"
+        )
+    return model
 
 
 def candidates(
-    model: TranslationModel, source_BS: Tensor, options: DecodingOptions
+    model: SearchModel, source_BS: Tensor, options: DecodingOptions
 ) -> list[list[Candidate]]:
     """For each sentence of a batch (B, S) the ``options.beam`` translations of the deep network,
     best first, and then those of its bottom."""
-    options = replace(options, nbest=options.beam)
+    deep, options = check_grown(model), replace(options, nbest=options.beam)
     results: list[list[Candidate]] = [[] for _ in source_BS]
-    for own, other in ((model, model.bottom), (model.bottom, model)):
+    for own, other in ((deep, deep.bottom), (deep.bottom, deep)):
         found = beam_search(own, source_BS, options)
         scores = score_hypotheses(other, source_BS, [[h.tokens for h in best] for best in found])
         for result, best, judged in zip(results, found, scores, strict=True):
-            result += [
-                Candidate(h.tokens, h.log_prob, score)
-                for h, score in zip(best, judged, strict=True)
-            ]
+            for h, score in zip(best, judged, strict=True):
+                result.append(Candidate(h.tokens, h.log_prob, score))
     return results
 
 
-def ranked(found: Sequence[Candidate], alpha: float, gamma: float) -> list[Scored]:
+def ranked(found: Sequence[Candidate], alpha: float, gamma: float) -> list[Hypothesis]:
     """The candidates, best first, each text once; of equals the first candidate comes first."""
-    best: dict[tuple[int, ...], float] = {}
-    for candidate in found:
-        mixed = alpha * candidate.own + (1 - alpha) * candidate.other
-        score = mixed / (len(candidate.tokens) + 1) ** gamma
+    best: dict[tuple[int, ...], Hypothesis] = {}
+    for tokens, own, other in found:
+        score = (alpha * own + (1 - alpha) * other) / (len(tokens) + 1) ** gamma
         # If both networks found it, each is "own" once, and the better score counts.
-        best[candidate.tokens] = max(score, best.get(candidate.tokens, -math.inf))
-    return [(score, tokens) for tokens, score in sorted(best.items(), key=lambda item: -item[1])]
+        if tokens not in best or score > best[tokens].score:
+            best[tokens] = Hypothesis(tokens, score, own)
+    return sorted(best.values(), key=lambda h: -h.score)

@@ -30,8 +30,7 @@ class Ensemble(SearchModel):
     ``P(y | x) = 1/M sum_m P_m(y | x)``; `step` returns its logarithm, which is normalised already.
 
     Args:
-        models: at least one, all with the same sizes of both vocabularies and the same
-            ``config.padding_idx``.
+        models: at least one, all with the same sizes of both vocabularies.
 
     Raises:
         ValueError: no model, or models of different vocabularies.
@@ -43,11 +42,11 @@ class Ensemble(SearchModel):
     def __init__(self, models: Sequence[SearchModel]):
         super().__init__()
         configs = [model.config for model in models]
-        sizes = {(c.vocab_size, target_vocab_size(c), c.padding_idx) for c in configs}
+        sizes = {(c.vocab_size, target_vocab_size(c)) for c in configs}
         if len(sizes) != 1:
             raise ValueError(
-                "Ensemble: expected models of one vocab_size, target_vocab_size and padding_idx, "
-                f"got {sorted(sizes) or 'none'}"
+                "Ensemble: expected models of one vocab_size and target_vocab_size, got "
+                f"{sorted(sizes) or 'none'}"
             )
         self.models = nn.ModuleList(models)  # type: ignore[assignment]
         self.config = configs[0]

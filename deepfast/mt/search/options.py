@@ -1,22 +1,19 @@
 """How text is decoded: one set of options for every search and every command."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from deepfast import checks
+from deepfast.mt.checked import Checked, Count, Field, checked, one_of
 
 LENGTH_FORMS = ("gnmt", "power")
 ALPHA, GAMMA = 0.5, 0.6
 """The weights of deep-shallow decoding in its authors' script."""
 RECIPE_KEYS = ("beam", "length_penalty", "length_form")
 """The options that a recipe has in its section `decode`."""
-MOST = 10
-"""The greatest power of a length. Far greater ones leave the range of numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
+@checked("decoding: ", frozen=True)
+class DecodingOptions(Checked):
     """What a search looks for, and how large its batches are.
 
     `translate_nbest` reads all options, `beam_search` those that concern one batch.
@@ -25,20 +22,21 @@ class DecodingOptions:
         ValueError: a value out of range, or two options that cannot go together.
     """
 
-    beam: int = 4
+    beam: Annotated[int, Field(ge=1, le=2**16)] = 4
     """Hypotheses kept per sentence; 1 is greedy search. More than the vocabulary holds is not
     an error. The model decodes this many times as many rows as a batch has sentences."""
-    nbest: int = 1
+    nbest: Count = 1
     """Translations returned per sentence, at most ``beam``."""
-    length_penalty: float = 0.6
+    # Below 0 the score of a longer hypothesis has no bound; far greater powers are no numbers.
+    length_penalty: Annotated[float, Field(ge=0, le=10)] = 0.6
     """Alpha of the score, at least 0; 0 ranks by likelihood, higher prefers longer translations."""
-    length_form: str = "gnmt"
+    length_form: Annotated[str, one_of(LENGTH_FORMS)] = "gnmt"
     """What divides log P for n tokens, eos included. "gnmt": ((5 + n) / 6)^alpha, of Wu et al.
     2016. "power": n^alpha, of fairseq; the papers that used fairseq state its alpha."""
-    max_length: int | None = None
+    max_length: Count | None = None
     """Most tokens of a translation, eos not counted; then eos is forced and its log-probability
     counts. None: ``2 * n + 10`` for a source of n tokens, eos included."""
-    max_tokens: int = 2000
+    max_tokens: Count = 2000
     """Most source tokens of a batch, eos and padding included."""
     no_unknown: bool = False
     """Whether unk is never generated."""
@@ -50,29 +48,21 @@ class DecodingOptions:
     deep_shallow: bool = False
     """Whether a model that has grown translates together with its bottom, see
     `search.deep_shallow`."""
-    alpha: float = ALPHA
+    alpha: Annotated[float, Field(ge=0, le=1)] = ALPHA
     """Deep-shallow decoding: the weight, 0 to 1, of the network that found a translation; the
     other network has the rest."""
-    gamma: float = GAMMA
+    gamma: Annotated[float, Field(ge=-10, le=10)] = GAMMA
     """Deep-shallow decoding: the power of the length, in tokens, that divides the score; higher
     prefers longer translations."""
 
     def __post_init__(self) -> None:
-        checks.whole("decoding", beam=self.beam, nbest=self.nbest, max_tokens=self.max_tokens)
-        if self.max_length is not None:
-            checks.whole("decoding", max_length=self.max_length)
-        if self.nbest > self.beam:
-            raise ValueError(f"decoding: nbest must be at most beam {self.beam}, got {self.nbest}")
-        # Below 0 the score of a longer hypothesis has no bound.
-        checks.number("decoding", most=MOST, length_penalty=self.length_penalty)
-        checks.choice("decoding", LENGTH_FORMS, length_form=self.length_form)
-        checks.probability("decoding", self.alpha, argument="alpha")
-        checks.number("decoding", least=-MOST, most=MOST, gamma=self.gamma)
-        if (self.alpha, self.gamma) != (ALPHA, GAMMA) and not self.deep_shallow:
-            raise ValueError("decoding: alpha and gamma need deep_shallow, got them without it")
-        for name in ("no_unknown", "deep_shallow"):
-            if self.replace_unknown and getattr(self, name):
-                raise ValueError(f"decoding: replace_unknown cannot go with {name}, got both")
+        self.expect(self.nbest <= self.beam, "nbest", f"at most beam {self.beam}")
+        for name, default in (("alpha", ALPHA), ("gamma", GAMMA)):
+            fits = self.deep_shallow or getattr(self, name) == default
+            self.expect(fits, name, "deep_shallow beside it")
+        alone = not (self.no_unknown or self.deep_shallow)
+        expected = "false with no_unknown or deep_shallow"
+        self.expect(alone or not self.replace_unknown, "replace_unknown", expected)
 
     @classmethod
     def of_recipe(cls, recipe: Mapping[str, Any]) -> "DecodingOptions":

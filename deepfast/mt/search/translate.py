@@ -1,6 +1,5 @@
 """From lines of text to translations, with a model and its vocabulary or with checkpoints."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -8,12 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from deepfast.mt.data import Vocabulary, evaluation_batches, lower, restore_order, split_tag, tag_of
-from deepfast.mt.data.posunk import MARK, read_translations, without_marks
+from deepfast.mt.data import Vocabulary, evaluation_batches, lower, split_tag, tag_of
+from deepfast.mt.data.posunk import read_translations, without_marks
 from deepfast.mt.models.checkpoint import load_checkpoint, model_of
 from deepfast.mt.models.interface import SearchModel, target_vocab_size
-from deepfast.mt.search.beam import beam_search
-from deepfast.mt.search.deep_shallow import Scored, candidates, check_grown, ranked
+from deepfast.mt.search.beam import Hypothesis, beam_search
+from deepfast.mt.search.deep_shallow import candidates, ranked
 from deepfast.mt.search.ensemble import Ensemble
 from deepfast.mt.search.options import DEFAULTS, DecodingOptions
 from deepfast.mt.search.score import tokenizer_of
@@ -57,21 +56,23 @@ def translate_nbest(
     """
     if options.replace_unknown:
         check_aligns(model)
+    dictionary = {} if options.dictionary is None else read_translations(options.dictionary)
 
-    def decode(source_BS: Tensor) -> list[list[Scored]]:
-        if options.deep_shallow:
-            found = candidates(check_grown(model), source_BS, options)
-            return [ranked(own, options.alpha, options.gamma)[: options.nbest] for own in found]
-        best = beam_search(model, source_BS, options)
-        return [[(h.score, h.tokens) for h in own] for own in best]
+    def decode(source_BS: Tensor) -> list[list[Hypothesis]]:
+        if not options.deep_shallow:
+            return beam_search(model, source_BS, options)
+        found = candidates(model, source_BS, options)
+        return [ranked(own, options.alpha, options.gamma)[: options.nbest] for own in found]
 
     found = decode_lines(model, vocabulary, lines, decode, max_tokens=options.max_tokens)
-    dictionary = {} if options.dictionary is None else read_translations(options.dictionary)
     results = []
     for line, best in zip(lines, found, strict=True):
-        scores, tokens = zip(*(best or [(0.0, ())]), strict=True)
+        best = best or [Hypothesis((), 0.0, 0.0)]
+        tokens = [h.tokens for h in best]
         texts = texts_of(model, vocabulary, line, tokens, options, dictionary)
-        results.append([*map(Translation, scores, texts, tokens)])
+        results.append(
+            [Translation(h.score, x, h.tokens) for h, x in zip(best, texts, strict=True)]
+        )
     return results
 
 
@@ -97,9 +98,8 @@ def decode_lines(
     text.
 
     Lines are sorted by length into batches of at most ``max_tokens`` source tokens, eos and padding
-    included. If a model can only batch lines that share something, such as their language, each
-    batch has lines of one group. A line longer than ``max_tokens`` gets its own batch, and a
-    warning names it.
+    included; a longer line gets its own batch. If a model can only batch lines that share
+    something, such as their language, each batch has lines of one group.
 
     Args:
         decode: from a batch of sentences (B, S) on the model's device to one result each.
@@ -109,7 +109,7 @@ def decode_lines(
             (names it).
     """
     sizes = model.config.vocab_size, target_vocab_size(model.config)
-    for expected, got in zip(sizes, (len(vocabulary), vocabulary.target_size), strict=True):
+    for expected, got in zip(sizes, (len(vocabulary), len(vocabulary.target)), strict=True):
         if expected != got:
             raise ValueError(f"expected a vocabulary of the model's {expected} pieces, got {got}")
     encoded = [vocabulary.encode(line) for line in lines]
@@ -120,26 +120,15 @@ def decode_lines(
             groups.append(model.group(encoded[index]))
         except ValueError as error:
             # The model's message shows ids; the user knows words.
-            word = (lines[index].split() or [lines[index]])[0]
+            word = lines[index].split()[0]
             raise ValueError(f"line {index + 1} begins with {word!r}: {error}") from error
-    batches = evaluation_batches(
-        [(encoded[i], ()) for i in filled], max_tokens=max_tokens, groups=groups
-    )
-    # eos makes a line one token longer.
-    too_long = [index for index in filled if len(encoded[index]) + 1 > max_tokens]
-    if too_long:
-        first = too_long[0]
-        others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
-        warnings.warn(
-            f"line {first + 1} has {len(encoded[first]) + 1} tokens{others}, max_tokens is "
-            f"{max_tokens}: translated in a batch of its own",
-            stacklevel=2,
-        )
+    pairs = [(encoded[index], ()) for index in filled]
     device = next(model.parameters()).device
-    outputs = [decode(batch.source_BS.to(device)) for batch in batches]
     results: list[Found | None] = [None] * len(lines)
-    for index, found in zip(filled, restore_order(batches, outputs), strict=True):
-        results[index] = found
+    for batch in evaluation_batches(pairs, max_tokens=max_tokens, groups=groups):
+        outputs = decode(batch.source_BS.to(device))
+        for index, found in zip(batch.indices, outputs, strict=True):
+            results[filled[index]] = found
     return results
 
 
@@ -152,12 +141,8 @@ def texts_of(
     dictionary: Mapping[str, str],
 ) -> list[str]:
     """The texts of a line's hypotheses, their marks and unks replaced as the options say."""
-    texts = [
-        vocabulary.decode(tokens, unknown=[UNKNOWN] * list(tokens).count(vocabulary.unk_id))
-        if options.replace_unknown
-        else vocabulary.decode(tokens)
-        for tokens in hypotheses
-    ]
+    unknown = UNKNOWN if options.replace_unknown else "⁇"
+    texts = [vocabulary.decode(tokens, unknown=unknown) for tokens in hypotheses]
     if options.dictionary is not None:
         # Before unks become words: a mark counts the words as the model gave them.
         tag, rest = split_tag(line)
@@ -190,36 +175,26 @@ class Translator:
     vocabulary: Vocabulary
     lowercase: bool
     """Whether the model was trained on lower-cased text: capitals are unknown to it."""
-    decodings: dict[str, DecodingOptions]
-    """How the recipe of each checkpoint decodes, by the checkpoint's path."""
+    decoding: DecodingOptions
+    """How the recipe of the first checkpoint decodes."""
     tokenizer: str
     """sacrebleu's tokenizer for the target language."""
-
-    @property
-    def decoding(self) -> DecodingOptions:
-        """How the recipe of the first checkpoint decodes."""
-        return next(iter(self.decodings.values()))
 
     def prepare(self, lines: Sequence[str], language: str | None = None) -> list[str]:
         """The lines as the model expects them: lower-cased if it was trained on such text, and with
         the tag of ``language`` in front. A line without text is not changed.
 
         Raises:
-            ValueError: a language that the model does not know, or a line that has a tag already.
+            ValueError: the vocabulary has no tag of the language, or a line has a tag already.
         """
         if self.lowercase:
             lines = [lower(line, self.vocabulary.tags) for line in lines]
         if language is None:
             return list(lines)
-        known = [tag.strip("<>") for tag in self.vocabulary.tags]
-        for part in getattr(self.model, "models", (self.model,)):
-            # A pruned model may know fewer languages than its vocabulary has tags.
-            own = getattr(part.config, "languages", None) or known
-            known = [name for name in known if name in own]
-        if language not in known:
+        known = ", ".join(tag.strip("<>") for tag in self.vocabulary.tags) or "none"
+        if tag_of(language) not in self.vocabulary.tags:
             raise ValueError(
-                f"language: expected a language of the checkpoint ({', '.join(known) or 'none'}), "
-                f"got {language!r}"
+                f"language: expected a language of the checkpoint ({known}), got {language!r}"
             )
         for number, line in enumerate(lines, 1):
             own, _ = split_tag(line)
@@ -233,15 +208,6 @@ class Translator:
         """References as training's BLEU has them: lower-cased where the model's text was."""
         return [line.lower() for line in references] if self.lowercase else list(references)
 
-    def knows(self, references: Sequence[str]) -> list[bool]:
-        """For every prepared reference, whether the model knows all its words: no word has a piece
-        that is unknown on the target's side, or is a mark of `deepfast mt posunk`."""
-        target = self.vocabulary.target
-        return [
-            target.unk_id not in target.encode(line) and not any(map(MARK.fullmatch, line.split()))
-            for line in references
-        ]
-
 
 def load_translator(paths: Sequence[Any], device: torch.device | str | None = None) -> Translator:
     """The model of one checkpoint, or of several as one whose members vote.
@@ -251,29 +217,23 @@ def load_translator(paths: Sequence[Any], device: torch.device | str | None = No
         device: where the model is to run; None: a GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: a checkpoint that cannot be read, or checkpoints of different vocabularies or of
-            cased and lower-cased text.
+        ValueError: a checkpoint that cannot be read, or checkpoints of different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     contents = [load_checkpoint(path) for path in paths]
-    models = [
-        model_of(path, content, device) for path, content in zip(paths, contents, strict=True)
-    ]
-    recipes = [content["recipe"] for content in contents]
-    sections = [recipe.get("data", {}) for recipe in recipes]
-    vocabularies = [content["vocabulary"] for content in contents]
-    cases = [section.get("lowercase", False) for section in sections]
-    for name, values in (("vocabulary", vocabularies), ("data.lowercase", cases)):
-        for path, value in zip(paths, values, strict=True):
-            if value != values[0]:
-                raise ValueError(
-                    f"{path}: expected the {name} of {paths[0]}, got another one: models that "
-                    "translate together share theirs"
-                )
+    first, models = contents[0], []
+    for path, content in zip(paths, contents, strict=True):
+        models.append(model_of(path, content, device))
+        if content["vocabulary"] != first["vocabulary"]:
+            raise ValueError(
+                f"{path}: expected the vocabulary of {paths[0]}, got another one: models that "
+                "translate together share theirs"
+            )
+    section = first["recipe"].get("data", {})
     return Translator(
         model=models[0] if len(models) == 1 else Ensemble(models),
-        vocabulary=Vocabulary.from_bytes(vocabularies[0]),
-        lowercase=cases[0],
-        decodings=dict(zip(map(str, paths), map(DecodingOptions.of_recipe, recipes), strict=True)),
-        tokenizer=tokenizer_of(sections[0].get("target_language")),
+        vocabulary=Vocabulary.from_bytes(first["vocabulary"]),
+        lowercase=section.get("lowercase", False),
+        decoding=DecodingOptions.of_recipe(first["recipe"]),
+        tokenizer=tokenizer_of(section.get("target_language")),
     )

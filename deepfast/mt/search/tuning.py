@@ -62,7 +62,7 @@ def tune(
         return
     found = decode_lines(
         model, vocabulary, lines,
-        lambda source_BS: candidates(check_grown(model), source_BS, options),
+        lambda source_BS: candidates(model, source_BS, options),
         max_tokens=options.max_tokens,
     )  # fmt: skip
     dictionary = {} if options.dictionary is None else read_translations(options.dictionary)
@@ -80,4 +80,4 @@ def tune(
     pairs = sorted(product(ALPHAS, GAMMAS), key=lambda p: abs(p[0] - ALPHA) + abs(p[1] - GAMMA))
     for alpha, gamma in pairs:
         choice = replace(options, deep_shallow=True, alpha=alpha, gamma=gamma)
-        yield choice, bleu(*(ranked(own, alpha, gamma)[0][1] if own else () for own in found))
+        yield choice, bleu(*(ranked(own, alpha, gamma)[0].tokens if own else () for own in found))

@@ -5,21 +5,20 @@ attention is the alignment, and the source word is copied, or translated by a di
 `deepfast.mt.data.posunk` has the paper's other way, without attention.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from deepfast.mt.data import Vocabulary, make_batch
+from deepfast.mt.data.vocabulary import SPACE
+from deepfast.mt.ids import UNK
 from deepfast.mt.models.interface import SearchModel
 from deepfast.mt.search.beam import evaluating
 
 
 def check_aligns(model: SearchModel) -> None:
-    """Refuses a model without attention over the source, alone or in an `Ensemble`.
-
-    Raises:
-        ValueError: names the model.
-    """
+    """Refuses a model without attention over the source, alone or in an `Ensemble`."""
     for part in getattr(model, "models", (model,)):
         if getattr(part, "alignment", None) is None:
             raise ValueError(
@@ -48,11 +47,13 @@ def aligned_words(
         dictionary: translations of source words; a word without one is copied.
     """
     found: list[list[str]] = [[] for _ in hypotheses]
-    rows = [i for i, tokens in enumerate(hypotheses) if vocabulary.unk_id in tokens]
+    rows = [i for i, tokens in enumerate(hypotheses) if UNK in tokens]
     if not rows:
         return found
-    words, word_of = vocabulary.words(line)
-    tokens = vocabulary.encode(line)
+    pieces, tokens = vocabulary.pieces(line), vocabulary.encode(line)
+    # A word begins with a space; what is in front of the first one may be a tag.
+    words = "".join(pieces).split(SPACE)
+    word_of = [*itertools.accumulate(piece.count(SPACE) for piece in pieces)]
     batch = make_batch([(tokens, given) for given in hypotheses], rows)
     batch = batch.to(next(model.parameters()).device)
     with torch.inference_mode(), evaluating(model):
@@ -63,7 +64,7 @@ def aligned_words(
     for i, own in zip(rows, places, strict=True):
         before = None
         for token, place in zip(hypotheses[i], own, strict=False):
-            word = word_of[place] if token == vocabulary.unk_id else None
+            word = word_of[place] if token == UNK else None
             if word is not None:
                 copy = dictionary.get(words[word], words[word])
                 found[i].append("" if word == before else copy)

@@ -19,66 +19,53 @@ A point is a combination of the values of ``--over``, or a system of the recipe'
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from deepfast.checks import is_whole
-from deepfast.files import require
 from deepfast.mt.checked import Count, Field, Options, checked
 from deepfast.mt.training import RecipeError
 from deepfast.mt.training.errors import expect
-from deepfast.mt.training.recipe_file import read_recipe_file
-
-LONGEST = 100
-"""Characters of a folder's name."""
-SYSTEM = "system"
-"""What stands above the names of systems."""
+from deepfast.mt.training.recipe_file import parse_yaml, read_recipe_file
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values, or one system: a line of the table."""
+    """A system, or a combination of values."""
 
-    changes: tuple[tuple[str, str], ...]
-    """Every key of the sweep, and its value as text of YAML; `SYSTEM` has the name of a system."""
-    own: tuple[str, ...] = ()
-    """Overrides of a system."""
+    name: str
+    overrides: tuple[str, ...] = ()
+    """Of the recipe."""
     seeds: int = 1
     """How many runs, with the seeds from 1."""
+    steps: int | None = None
+    """Of a short run; None: the recipe's."""
     pilots: tuple[Point, ...] = ()
-    """This point with each value that its pilots try, the last of its changes."""
-
-    @property
-    def overrides(self) -> list[str]:
-        plain = [f"{key}={value}" for key, value in self.changes if key != SYSTEM]
-        return [*self.own, *plain]
-
-    @property
-    def keys(self) -> list[str]:
-        return [key for key, _ in self.changes]
-
-    @property
-    def values(self) -> list[str]:
-        return [value for _, value in self.changes]
-
-    @property
-    def name(self) -> str:
-        return ", ".join(
-            value if key == SYSTEM else f"{key}={value}" for key, value in self.changes
-        )
+    """Short runs of this point with each value that they try, the last of their overrides."""
 
     @property
     def folder(self) -> str:
         """A name that a shell takes as one word. Where letters were replaced, a digest keeps
         different points apart."""
-        text = re.sub(", *", ",", self.name).replace(" ", "-")
-        plain = re.sub(r"[^\w.,=+-]+", "_", text)[:LONGEST]
+        text = self.name.replace(", ", ",").replace(" ", "-")
+        plain = re.sub(r"[^\w.,=+-]+", "_", text)[:100]
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return plain if plain == text else f"{plain}-{digest}"
+
+    def each(self, key: str, values: Sequence[Any]) -> list[Point]:
+        """The point with each value of a key."""
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return [
+            replace(
+                self,
+                name=", ".join(filter(None, (self.name, f"{key}={text}"))),
+                overrides=(*self.overrides, f"{key}={text}"),
+            )
+            for text in texts
+        ]
 
 
 @checked("sweep.pilots.", RecipeError)
@@ -88,11 +75,6 @@ class Pilots:
     key: str
     values: Annotated[list[Any], Field(min_length=2, description="a list of two values or more")]
     steps: Count
-
-    def of(self, point: Point) -> tuple[Point, ...]:
-        """The point with each of the values."""
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in self.values]
-        return tuple(replace(point, changes=(*point.changes, (self.key, text))) for text in texts)
 
 
 @checked("sweep.", RecipeError)
@@ -107,25 +89,23 @@ class Section:
 def points(overs: Sequence[str]) -> list[Point]:
     """Every combination of the values in texts "KEY=VALUE,VALUE"; the last key changes first.
 
-    Commas inside brackets, braces and quotes separate nothing, so a value may be a list or keys and
-    values: ``optim.betas=[0.9, 0.98],[0.9, 0.999]``.
+    The values are elements of a list of YAML: ``optim.betas=[0.9, 0.98],[0.9, 0.999]`` has two.
 
     Raises:
         RecipeError: no key or no value.
     """
-    changes: dict[str, dict[str, None]] = {}
+    found = [Point("")]
     for text in overs:
         key, _, values = text.partition("=")
-        key, found = key.strip(), _split(values)
+        listed = parse_yaml(f"[{values}]", f"--over {text:.100}")
         example = "KEY=VALUE,VALUE, such as model.encoder_layers=6,12"
-        expect(bool(key and found), "--over", example, text)
-        changes.setdefault(key, {}).update(dict.fromkeys(found))
-    pairs = ([(key, value) for value in values] for key, values in changes.items())
-    return [Point(found) for found in itertools.product(*pairs)]
+        expect(bool(key and listed), "--over", example, text)
+        found = [new for point in found for new in point.each(key, listed)]
+    return found
 
 
-def systems(recipe: str) -> tuple[list[Point], Pilots | None]:
-    """The systems of a recipe's section `sweep`, and the pilots.
+def systems(recipe: str) -> list[Point]:
+    """The systems of a recipe's section `sweep`.
 
     Raises:
         RecipeError: the recipe has no such section, or it cannot be used.
@@ -145,10 +125,12 @@ def systems(recipe: str) -> tuple[list[Point], Pilots | None]:
         # The fields of another kind of model are others.
         own = ["model=null"] if "model.kind" in keys else []
         own += [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-        point = Point(((SYSTEM, name),), tuple(own), seeds)
-        tries = pilots is not None and pilots.key not in keys
-        found.append(replace(point, pilots=pilots.of(point)) if tries else point)
-    return found, pilots
+        point = Point(name, tuple(own), seeds)
+        if pilots is not None and pilots.key not in keys:
+            short = replace(point, seeds=1, steps=pilots.steps)
+            point = replace(point, pilots=tuple(short.each(pilots.key, pilots.values)))
+        found.append(point)
+    return found
 
 
 def named(chosen: Sequence[Point], names: Sequence[str]) -> list[Point]:
@@ -157,23 +139,6 @@ def named(chosen: Sequence[Point], names: Sequence[str]) -> list[Point]:
     for name in names:
         expect(name in known, "--only", f"one of {', '.join(known)}", name)
     return [point for name, point in known.items() if not names or name in names]
-
-
-def best(tried: Mapping[Point, Mapping[str, Any]]) -> Point | None:
-    """The pilot with the lowest dev NLL; None where none has one."""
-    found = {pilot: run["nll"] for pilot, run in tried.items() if run.get("nll") is not None}
-    return min(found, key=found.__getitem__, default=None)
-
-
-def _split(text: str) -> list[str]:
-    """The elements of a list of YAML, as they are written; none if it is not such a list."""
-    yaml = require("ruamel.yaml", "reading the values of a sweep")
-    text = f"[{text}]"
-    try:
-        found = yaml.YAML(typ="safe", pure=True).compose(text).value
-    except (yaml.error.YAMLError, RecursionError):
-        return []
-    return [text[each.start_mark.index : each.end_mark.index] for each in found]
 
 
 def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

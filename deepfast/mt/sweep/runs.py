@@ -7,6 +7,7 @@ The folder of a run holds its whole recipe, `recipe.yaml`, what the run prints, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 
 from deepfast.files import make_folder, write_atomically
+from deepfast.mt.sweep.grid import Point
 from deepfast.mt.training import Recipe, dump_recipe, load_recipe
 from deepfast.mt.training.environment import StopSignal
 from deepfast.mt.training.recipe_file import differences
-from deepfast.mt.training.report import RESULT, read_metrics
+from deepfast.mt.training.report import RESULT
 
 RECIPE, LOG = "recipe.yaml", "log.txt"
 TRAIN = (sys.executable, "-m", "deepfast", "mt", "train")
@@ -30,45 +32,40 @@ POLL = 0.05
 """Seconds between two looks at the processes."""
 
 Result = dict[str, Any]
-"""A run's `result.json` with its seed, the curve of dev NLL and its best dev NLL; or the seed and
-why the run has ``failed``."""
+"""A run's `result.json` with its seed and its best dev NLL; or the seed and why the run has
+``failed``."""
 
 
 class Run:
-    """One run of a sweep.
+    """One run of a point. Its recipe's output is its folder, in which it resumes.
 
-    Args:
-        name: what people read, such as "model.encoder_layers=6".
-        recipe: its output is the folder of this run, in which it resumes.
+    Raises:
+        ValueError: the folder holds a run with other settings.
     """
 
-    def __init__(self, name: str, recipe: Recipe):
-        self.name, self.recipe = name, recipe
+    def __init__(self, point: Point, recipe: Recipe):
+        self.point, self.recipe = point, recipe
         self.folder, self.seed = Path(recipe.output), recipe.train.seed
-        self._found: Result | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """The recipe as plain values, without places."""
-        plain = self.recipe.to_dict()
-        plain["data"].pop("cache")
-        return {key: value for key, value in plain.items() if key not in ("output", "resume")}
-
-    def result(self) -> Result | None:
-        """What the run found, or why it failed; None if it has not ended.
-
-        Raises:
-            ValueError: the folder holds a run with other settings.
-        """
-        path = self.folder / RECIPE
-        if self._found is None and path.exists():
-            other = differences(Run(self.name, load_recipe(path)).settings(), self.settings())
-            if other:
+        self.found: Result | None = None
+        """What the run found, or why it failed; None if it has not ended."""
+        if (self.folder / RECIPE).exists():
+            changes = differences(_settings(load_recipe(self.folder / RECIPE)), _settings(recipe))
+            if changes:
                 raise ValueError(
                     f"{self.folder}: expected a run with the same settings, got other settings "
-                    f"({', '.join(other[:3])}); choose another folder with --output, or remove it"
+                    f"({', '.join(changes[:3])}); choose another folder with --output, or remove it"
                 )
-            self._found = read_result(self.folder, self.seed)
-        return self._found
+            self.found = read_result(self.folder, self.seed)
+
+    @property
+    def failed(self) -> bool:
+        return "failed" in (self.found or {})
+
+    @property
+    def nll(self) -> float:
+        """The dev NLL; infinity for a run without any."""
+        found = (self.found or {}).get("nll")
+        return math.inf if found is None else found
 
     def start(self, environment: dict[str, str]) -> subprocess.Popen:
         """Starts the process, with these variables of the environment."""
@@ -88,14 +85,19 @@ class Run:
 
     def ended(self, code: int) -> None:
         """Prints what the run found, or why it failed, after its process has ended."""
-        found = read_result(self.folder, self.seed)
-        if found is None:
+        self.found = read_result(self.folder, self.seed)
+        if self.found is None:
             lines = (self.folder / LOG).read_text("utf-8", "replace").strip().splitlines()
             why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
             last = lines[-1].removeprefix("deepfast mt train: ") if lines else "no output"
-            found = {"seed": self.seed, "failed": f"{why}: {last}"}
-        self._found = found
-        print(f"{self.name}, seed {self.seed}: {in_words(found)}", flush=True)
+            self.found = {"seed": self.seed, "failed": f"{why}: {last}"}
+        print(f"{self.point.name}, seed {self.seed}: {in_words(self.found)}", flush=True)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain values, without places."""
+    plain = recipe.to_dict() | {"output": None, "resume": None}
+    return plain | {"data": plain["data"] | {"cache": None}}
 
 
 def read_result(folder: Path, seed: int) -> Result | None:
@@ -104,17 +106,8 @@ def read_result(folder: Path, seed: int) -> Result | None:
     if not path.exists():
         return None
     found = {"seed": seed} | json.loads(path.read_text("utf-8"))
-    if "diverged" in found:
-        return found
-    curve, steps, seconds = [], 0, 0.0
-    # A model that grows has a folder for each of its two runs.
-    for stage in sorted(folder.glob("stage?")) or [folder]:
-        rows = read_metrics(stage)
-        curve += [[steps + row["step"], row["nll"]] for row in rows if row["event"] == "valid"]
-        steps += rows[-1]["step"]
-        seconds += rows[-1]["seconds"]
-    values = [found[key] for key in ("best_nll", "average_nll") if found[key] is not None]
-    return found | {"curve": curve, "seconds": seconds, "nll": min(values, default=None)}
+    values = [found[key] for key in ("best_nll", "average_nll") if found.get(key) is not None]
+    return found | {"nll": min(values, default=None)}
 
 
 def in_words(found: Result) -> str:
@@ -122,9 +115,9 @@ def in_words(found: Result) -> str:
     for why in ("failed", "diverged"):
         if why in found:
             return f"{why}, {found[why]}"
-    parts = [f"BLEU {found['test_bleu']:.1f}"] if found["test_bleu"] is not None else []
-    parts += [f"dev NLL {found['nll']:.3f}"] if found["nll"] is not None else []
-    return ", ".join([*parts, f"{found['seconds']:.0f} s"])
+    names = {"test_bleu": "BLEU", "nll": "dev NLL"}
+    numbers = (f"{names[key]} {found[key]:.4g}" for key in names if found[key] is not None)
+    return ", ".join(numbers)
 
 
 def make_runs(runs: Iterable[Run], jobs: int, each: Callable[[], None] = lambda: None) -> None:
@@ -139,11 +132,10 @@ def make_runs(runs: Iterable[Run], jobs: int, each: Callable[[], None] = lambda:
         each: called after each run.
 
     Raises:
-        ValueError: a folder holds a run with other settings. Then nothing is started.
         KeyboardInterrupt: after the processes have ended.
     """
     # Every point has run once before any runs twice, so an interrupted table has all lines.
-    waiting = sorted((run for run in runs if run.result() is None), key=lambda run: run.seed)
+    waiting = sorted((run for run in runs if run.found is None), key=lambda run: run.seed)
     active: dict[int, tuple[Run, subprocess.Popen]] = {}
     with StopSignal() as signalled:
         try:
@@ -161,7 +153,7 @@ def make_runs(runs: Iterable[Run], jobs: int, each: Callable[[], None] = lambda:
                         run.ended(process.returncode)
                         each()
         except KeyboardInterrupt:
-            text = f"interrupted: {some(len(active), 'run')} will save and end; Ctrl-C again kills"
+            text = f"interrupted: {len(active)} active will save and end; Ctrl-C again kills"
             print(text, file=sys.stderr, flush=True)
             for _, process in active.values():
                 process.terminate()
@@ -176,17 +168,11 @@ def make_runs(runs: Iterable[Run], jobs: int, each: Callable[[], None] = lambda:
 
 def environment(run: Run, job: int, jobs: int) -> dict[str, str]:
     """The variables that give one of several jobs its part of the cores, and its GPU."""
-    found = {}
+    found, count = {}, torch.cuda.device_count()
     if jobs > 1:
         found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
-    given, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     # A device with a number, such as cuda:1, is the user's choice.
     if count > 1 and run.recipe.train.device in (None, "cuda"):
-        names = given.split(",")[:count] if given else [*map(str, range(count))]
-        found["CUDA_VISIBLE_DEVICES"] = names[job % count]
+        given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        found["CUDA_VISIBLE_DEVICES"] = given.split(",")[job % count]
     return found
-
-
-def some(count: int, noun: str, more: str = "s") -> str:
-    """A count with its noun."""
-    return f"{count:,} {noun}{more * (count != 1)}"

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deepfast.memory.units import format_bytes
-from deepfast.mt.sweep.grid import Pilots, Point, best
-from deepfast.mt.sweep.runs import Result, Run, make_runs, some
+from deepfast.mt.sweep.grid import Point
+from deepfast.mt.sweep.runs import Result, Run, make_runs
 from deepfast.mt.training import Recipe, RecipeError, load_recipe
+from deepfast.mt.training.growing import runs as stages_of
 
 DECIDED = {"train.seed": "--seeds", "output": "--output", "resume": "--output"}
 """Keys that a sweep sets itself, and the option that decides them."""
 MEASURED = 20
 """Steps of every point that a plan measures."""
 SHORT = 10
-"""Runs of fewer than this many times the measured steps are not worth a measurement."""
+"""Runs of at most this many times the measured steps are not worth a measurement."""
 
-Results = dict[Point, list[Result]]
+Results = Mapping[Point, Sequence[Result]]
 """The results of the runs of each point."""
-Tried = dict[Point, dict[Point, Result]]
-"""The results of the pilots of each point."""
 
 
 class Sweep:
@@ -40,6 +39,7 @@ class Sweep:
 
     Raises:
         RecipeError: a value or an override that a recipe refuses; or nothing to validate or test.
+        ValueError: a folder holds a run with other settings.
     """
 
     def __init__(
@@ -47,98 +47,75 @@ class Sweep:
         recipe: str,
         overrides: Sequence[str],
         points: Sequence[Point],
-        pilots: Pilots | None = None,
         output: Path | None = None,
     ):
-        given = {text.partition("=")[0].strip() for text in overrides}
-        swept = {key for point in points for each in (point, *point.pilots) for key in each.keys}
-        sets = DECIDED | dict.fromkeys(given & swept, "--over or sweep.pilots")
-        for key in sets.keys() & (given | swept):
-            raise RecipeError(f"{key}: expected no value here, got one: {sets[key]} decides it")
-        self.recipe, self.overrides, self.points = recipe, overrides, points
-        self.folder = output or Path(f"{load_recipe(recipe, overrides).output}-sweep")
-        # What a recipe refuses is refused here, before anything runs.
-        self._first = {point: self.run(point, 1) for point in points}
-        self.pilots = {
-            point: {pilot: self._pilot(point, pilot, pilots.steps) for pilot in point.pilots}
-            for point in points
-        }
-        """The short runs that choose a value for each point."""
-
-    def run(self, point: Point, seed: int, more: Iterable[str] = (), under: str = "") -> Run:
-        """A run of a point, with more overrides, in a folder under that of the sweep."""
-        given = [*self.overrides, *point.overrides]
-        data = load_recipe(self.recipe, given).data
-        if not (data.validates or data.tests):
-            raise RecipeError(
-                f"{self.recipe}: expected dev or test pairs to compare runs by, got neither"
-            )
+        for text in (*overrides, *(text for point in points for text in point.overrides)):
+            key = text.partition("=")[0].strip()
+            if key in DECIDED:
+                raise RecipeError(f"{key}: expected no value, got one: {DECIDED[key]} decides it")
+        plain = load_recipe(recipe, overrides)
+        if not (plain.data.validates or plain.data.tests):
+            raise RecipeError(f"{recipe}: expected dev or test pairs to compare by, got neither")
+        self.recipe, self.points = recipe, points
         # In front of the overrides, which may say no.
-        test = ["train.test_bleu=true"] * data.tests
-        folder = self.folder / under / point.folder / f"seed-{seed}"
-        own = [f"train.seed={seed}", f"output={json.dumps(str(folder))}", "resume=true"]
-        return Run(point.name, load_recipe(self.recipe, [*test, *given, *more, *own]))
+        self.overrides = [*["train.test_bleu=true"] * plain.data.tests, *overrides]
+        self.folder = output or Path(f"{plain.output}-sweep")
+        self.pilots = {point: [self.run(pilot, 1) for pilot in point.pilots] for point in points}
+        # What a recipe refuses is refused here, before anything runs.
+        for point in points:
+            self.runs(point)
 
-    def _pilot(self, point: Point, pilot: Point, steps: int) -> Run:
-        few = _few(self._first[point].recipe, steps)
-        return self.run(pilot, 1, [*few, "train.test_bleu=false"], "pilots")
-
-    def _trial(self, point: Point) -> Run:
-        """The first steps of a run, without what comes after them."""
-        every = (f"train.{key}={MEASURED}" for key in ("log_every", "validate_every", "save_every"))
-        off = ("train.average_last=0", "train.test_bleu=false", "train.validate_bleu=false")
-        more = [*_few(self._first[point].recipe, MEASURED), *every, *off]
-        # Other settings have another folder, so the steps that a plan finds there are its own.
-        settings = json.dumps(self.run(point, 1, more).settings(), sort_keys=True)
-        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
-        return self.run(point, 1, more, f"plan/{digest}")
-
-    def tried(self, point: Point) -> dict[Point, Result]:
-        """The results of a point's pilots so far."""
-        found = {pilot: run.result() for pilot, run in self.pilots[point].items()}
-        return {pilot: result for pilot, result in found.items() if result is not None}
+    def run(self, point: Point, seed: int, folder: Path | None = None) -> Run:
+        """A run of a point, in a folder under that of the sweep or in another one."""
+        own = [*self.overrides, *point.overrides]
+        if point.steps:
+            few = f"{{max_steps: {point.steps}, max_minutes: null, patience: null}}"
+            # The second run of a model that grows may have a length of its own.
+            growing = "train" in (load_recipe(self.recipe, own).grow or {})
+            own += [f"train={few}", *[f"grow.train={few}"] * growing]
+            own += ["train.test_bleu=false", "train.validate_bleu=false"]
+        folder = folder or self.folder / ("pilots" if point.steps else "") / point.folder
+        own += [f"train.seed={seed}", f"output={json.dumps(f'{folder}/seed-{seed}')}"]
+        return Run(point, load_recipe(self.recipe, [*own, "resume=true"]))
 
     def runs(self, point: Point) -> list[Run]:
-        """The runs of a point, with the value that its pilots chose so far, or their first one."""
-        if point.pilots:
-            chosen = best(self.tried(point)) or point.pilots[0]
-            point = replace(point, own=(*point.own, "=".join(chosen.changes[-1])))
+        """The runs of a point, with the value of the pilot with the lowest dev NLL so far."""
+        tried = self.pilots[point]
+        chosen = min(tried, key=lambda run: run.nll).point if tried else point
+        point = replace(point, overrides=chosen.overrides)
         return [self.run(point, seed) for seed in range(1, point.seeds + 1)]
 
     def plan(self, only: Sequence[Point], jobs: int) -> str | None:
         """Measures a few steps of every point that has runs to make, and says what these runs take;
-        None where no run is left, or where all are short. The measurements stay in the folder, so a
-        second plan has them."""
-        all_runs = {point: [*self.pilots[point].values(), *self.runs(point)] for point in only}
-        left = {
-            point: {run: steps_of(run.recipe) for run in own if run.result() is None}
-            for point, own in all_runs.items()
-        }
-        left = {point: own for point, own in left.items() if own}
-        counts = [count for own in left.values() for count in own.values()]
-        if all(count <= SHORT * MEASURED for count in counts):
+        None where no run is left, or where all are short."""
+        both = {point: [*self.pilots[point], *self.runs(point)] for point in only}
+        left = [(point, run) for point, own in both.items() for run in own if run.found is None]
+        steps = [steps_of(run.recipe) for _, run in left]
+        if all(count <= SHORT * MEASURED for count in steps):
             return None
-        trials = {point: self._trial(point) for point in left}
-        make_runs(trials.values(), jobs)
-        lengths = []
-        for point, own in left.items():
-            step = trials[point].result().get("step_seconds") or math.inf
-            for run, count in own.items():
-                limit = 60 * (run.recipe.train.max_minutes or math.inf)
-                lengths.append(min(limit, step * count))
+        with TemporaryDirectory(dir=self.folder, prefix="plan-") as folder:
+            trials = {}
+            for point, _ in left:
+                short = replace(point, name=f"plan of {point.name}", steps=MEASURED)
+                trials[point] = self.run(short, 1, Path(folder, point.folder))
+            make_runs(trials.values(), jobs)
+        seconds, peak = [], 0
+        for (point, run), count in zip(left, steps, strict=True):
+            trial = trials[point].found
+            step, limit = trial.get("step_seconds"), run.recipe.train.max_minutes
+            seconds.append(min(count * (step or math.inf), 60 * (limit or math.inf)))
+            peak = max(peak, trial.get("peak_bytes", 0))
         # The longest run is as long with any number of processes.
-        hours = max(sum(lengths) / jobs, *lengths) / 3600
-        took = f"about {hours:.1f} hours" if hours < math.inf else "an unknown time"
-        peak = max(trial.result().get("peak_bytes", 0) for trial in trials.values())
-        total = sum(filter(math.isfinite, counts))
+        hours = max(sum(seconds) / jobs, *seconds) / 3600
+        took = f"{hours:.1f}" if hours < math.inf else "unknown"
         return (
-            f"plan: {some(len(counts), 'run')} of {some(len(left), 'point')}, {total:,} steps; "
-            f"{took} with {some(jobs, 'process', 'es')}, by {MEASURED} measured steps of each "
-            f"point, without translation; at most {format_bytes(peak)} in a process"
+            f"plan: runs {len(left)}, steps {sum(filter(math.isfinite, steps)):,}, hours {took} "
+            f"with --jobs {jobs}, memory of a process {format_bytes(peak)}; by {MEASURED} measured "
+            "steps of each, without translation"
         )
 
     def make(
-        self, only: Sequence[Point], jobs: int, write: Callable[[Results, Tried], None]
+        self, only: Sequence[Point], jobs: int, write: Callable[[Results, Results], None]
     ) -> bool:
         """Makes the pilots and then the runs of some points; returns whether none failed.
 
@@ -146,45 +123,31 @@ class Sweep:
 
         Args:
             jobs: processes at once; 0: no run is made, and only finished ones have results.
-            write: called with the results so far of all points, first with those that were there.
+            write: called with the results of all points and of all pilots so far, first with those
+                that were there.
         """
-        make_runs([run for point in only for run in self.pilots[point].values()], jobs)
-        tried = {point: self.tried(point) for point in self.points}
+        make_runs([run for point in only for run in self.pilots[point]], jobs)
+        tried = self.pilots.values()
         runs = {point: self.runs(point) for point in self.points}
-        ready = [p for p in only if not any("failed" in found for found in tried[p].values())]
-        for point in ready:
-            if tried[point] and best(tried[point]) is None:
-                first = point.pilots[0].name
-                print(f"{point.name}: no pilot has a dev NLL, its runs are as {first}", flush=True)
+        ready = [point for point in only if not any(run.failed for run in self.pilots[point])]
 
-        def so_far() -> Results:
-            found = {p: [r for run in own if (r := run.result())] for p, own in runs.items()}
-            return {point: own for point, own in found.items() if own}
+        def write_so_far() -> None:
+            if results := _found(runs):
+                write(results, _found({run.point: [run] for own in tried for run in own}))
 
-        if so_far():
-            write(so_far(), tried)
-        made = [run for point in ready for run in runs[point]]
-        make_runs(made, jobs, lambda: write(so_far(), tried))
-        found = [*(own.values() for own in tried.values()), *so_far().values()]
-        return not any("failed" in result for own in found for result in own)
+        write_so_far()
+        make_runs([run for point in ready for run in runs[point]], jobs, write_so_far)
+        return not any(run.failed for own in (*tried, *runs.values()) for run in own)
 
 
-def _few(recipe: Recipe, steps: int) -> list[str]:
-    """Overrides for so many steps, of each run of a model that grows."""
-    few = f"{{max_steps: {steps}, max_minutes: null, patience: null}}"
-    return [f"{part}={few}" for part in (["train", "grow.train"] if _grows(recipe) else ["train"])]
-
-
-def _grows(recipe: Recipe) -> bool:
-    """Whether a recipe has a run that puts layers on top of another one."""
-    return recipe.grow is not None and recipe.model.get("kind") != "depth_growing"
+def _found(runs: Mapping[Point, Sequence[Run]]) -> Results:
+    """The results so far of those points that have any."""
+    found = {point: [run.found for run in own if run.found] for point, own in runs.items()}
+    return {point: own for point, own in found.items() if own}
 
 
 def steps_of(recipe: Recipe) -> float:
-    """How many steps a run takes at most; infinity where only time or patience ends it."""
-    counts = [recipe.train.max_steps]
-    if _grows(recipe):
-        # One that grows on a checkpoint has no first run.
-        counts = [] if recipe.grow.get("from") else counts
-        counts.append((recipe.grow.get("train") or {}).get("max_steps", recipe.train.max_steps))
+    """How many steps a run takes at most, or what is left of one with two stages; infinity where
+    only time or patience ends it."""
+    counts = [stage.train.max_steps for stage in stages_of(recipe)]
     return math.inf if None in counts else sum(counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,36 +12,14 @@ from torch import Tensor
 
 from deepfast.files import require
 from deepfast.mt.search.score import bleu_of_counts, counts_of
-from deepfast.mt.sweep.grid import SYSTEM, Pilots, Point, best
-from deepfast.mt.sweep.runs import Result, some
+from deepfast.mt.sweep.grid import Point
+from deepfast.mt.sweep.runs import Result
 
-COLUMNS = (
-    "dev NLL", "difference", "BLEU", "difference", "sentences", "runs", "parameters",
-    "target tokens/s", "memory",
-)  # fmt: skip
-WORSE = 1.5
-"""A run has diverged if its last dev NLL is more than this many times its best."""
+COLUMNS = ("system", "dev NLL", "difference", "BLEU", "difference", "sentences", "runs",
+           "parameters")  # fmt: skip
 RESAMPLES = 1000
 
-Results = Mapping[Point, Sequence[Result]]
 Bounds = tuple[float, float] | None
-
-
-def diverged(run: Result) -> bool:
-    """A loss that is not finite, or a dev NLL that ends far above its best."""
-    if "diverged" in run:
-        return True
-    # JSON has no NaN: a loss that is not finite is null in the metrics.
-    losses = [math.nan if nll is None else nll for _, nll in run["curve"]]
-    return bool(losses) and not losses[-1] <= WORSE * min(losses)
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and standard deviation."""
-    if not values:
-        return "-"
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def by_seed(runs: Sequence[Result], name: str) -> dict[int, Any]:
@@ -53,6 +30,14 @@ def by_seed(runs: Sequence[Result], name: str) -> dict[int, Any]:
 def known(runs: Sequence[Result], name: str) -> list[Any]:
     """The values of those runs that have one."""
     return list(by_seed(runs, name).values())
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and standard deviation."""
+    if not values:
+        return "-"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def differences(runs: Sequence[Result], base: Sequence[Result], name: str) -> list[float]:
@@ -66,8 +51,8 @@ def interval(values: Sequence[float]) -> Bounds:
     if len(values) < 2:
         return None
     stats = require("scipy.stats", "the intervals of a sweep")
-    error = statistics.stdev(values) / len(values) ** 0.5
-    mean, half = statistics.mean(values), float(stats.t.ppf(0.975, len(values) - 1)) * error
+    mean, half = statistics.mean(values), float(stats.t.ppf(0.975, len(values) - 1))
+    half *= statistics.stdev(values) / len(values) ** 0.5
     return mean - half, mean + half
 
 
@@ -100,119 +85,79 @@ def _range(bounds: Bounds, digits: int) -> str:
 
 
 def _difference(values: Sequence[float], digits: int) -> str:
-    """The mean, its interval, and whether that holds 0."""
+    """The mean and its interval."""
     if not values:
         return "-"
     mean, bounds = f"{statistics.mean(values):+.{digits}f}", interval(values)
-    if bounds is None:
-        return mean
-    inside = bounds[0] <= 0 <= bounds[1]
-    return f"{mean} ({_range(bounds, digits)})" + ", inside the noise" * inside
+    return mean if bounds is None else f"{mean} ({_range(bounds, digits)})"
 
 
 def cells(runs: Sequence[Result], base: Sequence[Result]) -> list[str]:
-    """The cells of `COLUMNS` for the runs of one line; ``base`` is the line to compare with."""
-    ended = [run for run in runs if "failed" not in run]
-    other = ["baseline", "baseline", ""]
+    """The cells of a line behind its name; ``base`` is the line to compare with."""
+    nll, bleu, sentences = "baseline", "baseline", ""
     if runs is not base:
-        other = [
-            _difference(differences(ended, base, "nll"), 3),
-            _difference(differences(ended, base, "test_bleu"), 1),
-            _range(sentence_interval(ended, base), 1),
-        ]
-    wrong = {"diverged": sum(map(diverged, ended)), "failed": len(runs) - len(ended)}
-    count, memory = known(ended, "parameters"), known(ended, "peak_bytes")
+        nll = _difference(differences(runs, base, "nll"), 3)
+        bleu = _difference(differences(runs, base, "test_bleu"), 1)
+        sentences = _range(sentence_interval(runs, base), 1)
+    wrong = {word: sum(word in run for run in runs) for word in ("diverged", "failed")}
+    count = known(runs, "parameters")
     return [
-        spread(known(ended, "nll"), 3),
-        other[0],
-        spread(known(ended, "test_bleu"), 1),
-        *other[1:],
+        spread(known(runs, "nll"), 3),
+        nll,
+        spread(known(runs, "test_bleu"), 1),
+        bleu,
+        sentences,
         ", ".join([str(len(runs)), *(f"{many} {word}" for word, many in wrong.items() if many)]),
         f"{count[0] / 1e6:.2f}M" if count else "-",
-        spread(known(ended, "target_tokens_per_second"), 0),
-        f"{max(memory) / 2**20:.0f} MiB" if memory else "-",
     ]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _pilot_table(pilots: Pilots, found: Mapping[Point, Mapping[Point, Result]]) -> str:
-    """The dev NLL of every pilot, those that were chosen in bold."""
-    rows, values = [], [""]
-    for point, tried in found.items():
-        values = [pilot.values[-1] for pilot in point.pilots] or values
-        texts = {pilot: spread(known([run], "nll"), 3) for pilot, run in tried.items()}
-        if (chosen := best(tried)) is not None:
-            texts[chosen] = f"**{texts[chosen]}**"
-        if texts:
-            rows.append([point.name, *(texts.get(pilot, "-") for pilot in point.pilots)])
-    return f"""
-`{pilots.key}` by the lowest dev NLL of pilots of {pilots.steps:,} steps, one seed:
-
-{table([SYSTEM, *values], rows)}"""
-
-
-def _machines(runs: Sequence[Result]) -> str:
-    """Where the runs were made and how long they took together."""
-    made = [f"{sum(run.get('seconds', 0) for run in runs) / 3600:.1f} hours together"]
-    for what, key in (("", "cpu"), ("torch ", "torch"), ("commit ", "commit")):
-        seen = sorted({run["machine"][key] for run in runs if run["machine"].get(key)})
-        made += [f"{what}{' and '.join(seen)}"] if seen else []
-    return ", ".join(made)
-
-
 def page(
-    results: Results,
+    results: Mapping[Point, Sequence[Result]],
+    pilots: Mapping[Point, Sequence[Result]],
     command: str,
-    pilots: Pilots | None = None,
-    tried: Mapping[Point, Mapping[Point, Result]] | None = None,
 ) -> str:
-    """The whole file: a line for every point, and what failed.
+    """The whole file: a line for every point, what its pilots found, and what failed.
 
     Args:
         results: the first line is the baseline.
-        tried: the results of the pilots of every point.
+        pilots: the results of the pilots of every point.
     """
     first, base = next(iter(results.items()))
-    keys = [key if key == SYSTEM else f"`{key}`" for key in first.keys]
-    rows, notes = [], []
+    lines, notes = [COLUMNS, ["---"] * len(COLUMNS)], []
     for point, runs in results.items():
-        rows.append([*(value.replace("|", "\\|") for value in point.values), *cells(runs, base)])
+        lines.append([point.name.replace("|", "\\|"), *cells(runs, base)])
+        tried = {pilot.overrides[-1]: pilots[pilot] for pilot in point.pilots if pilot in pilots}
+        found = [f"{value} {spread(known(own, 'nll'), 3)}" for value, own in tried.items()]
+        if found:
+            notes.append(f"- {point.name}: dev NLL of pilots: {', '.join(found)}\n")
         for run in runs:
             for why in ("failed", "diverged"):
                 if why in run:
                     notes.append(f"- {point.name}, seed {run['seed']}: {why}, {run[why]}\n")
-    if notes:
-        notes.insert(0, "\n")
-    ended = [run for runs in results.values() for run in runs if "failed" not in run]
-    short = [run for own in (tried or {}).values() for run in own.values() if "failed" not in run]
-    also = f" and {some(len(short), 'pilot')}" if short else ""
-    signatures = sorted({f"`{text}`" for text in known(ended, "bleu_signature")}) or ["none"]
+    every = [run for runs in results.values() for run in runs]
+    made = []
+    for name in ("cpu", "torch", "commit"):
+        seen = {run["machine"][name] for run in every if "machine" in run} - {None}
+        made += [f"{name} {' and '.join(sorted(seen))}"] if seen else []
+    signatures = sorted({f"`{text}`" for text in known(every, "bleu_signature")}) or ["none"]
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"""\
-# {"Systems" if first.keys == [SYSTEM] else " and ".join(first.keys)}
+# Systems
 
 `{command}`
 
-{some(len(ended), "run")}{also}, {_machines(ended + short)}.
+Runs: {len(every)}. {"; ".join(made)}.
 
-{table([*keys, *COLUMNS], rows)}
+{rows}
 ![dev NLL and BLEU](sweep.svg)
 
 Mean and standard deviation over the seeds. A seed changes the parameters, dropout and the order of
-the batches, for all points alike. *dev NLL*: nats per target token, the better of the best
+the batches, for all systems alike. *dev NLL*: nats per target token, the better of the best
 checkpoint and the average. *BLEU*: of the test part by that checkpoint, translated as the recipe
 says; {" and ".join(signatures)}. *difference*: to {first.name}, seed by seed, with its 95% t
-interval over the seeds; with few seeds one inside the noise may still be real. *sentences*: what
-95% of {RESAMPLES:,} resamples of the test sentences give for the difference of BLEU of these same
-runs (paired bootstrap). *diverged*: a loss that is not finite, or a last dev NLL of more than
-{WORSE} times the best; a run that learns nothing does not count as diverged. *target tokens/s*: as
-the run went; other work on the machine slows it. *memory*: the highest of a process, on a GPU that
-of torch's allocator.
+interval over the seeds. *sentences*: what 95% of {RESAMPLES:,} resamples of the test sentences give
+for the difference of BLEU of these same runs (paired bootstrap). A difference whose interval holds
+0 is inside the noise; with few seeds it may still be real. *diverged*: a loss was not finite.
 
-![dev NLL over steps and time](sweep_curves.svg)
-{_pilot_table(pilots, tried) if pilots and tried else ""}\
 {"".join(notes)}"""

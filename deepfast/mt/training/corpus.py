@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from deepfast.files import DataError, cache_folder
+from deepfast.files import DataError, cache_folder, make_folder
 from deepfast.mt.data import (
     Batch,
     Pairs,
     ParallelText,
-    SeparateVocabularies,
     TokenBatches,
     Vocabulary,
     evaluation_batches,
@@ -24,9 +24,9 @@ from deepfast.mt.data import (
     read_parallel,
     split_tag,
     tag_of,
-    write,
 )
-from deepfast.mt.data.pairs import digest, made_once
+from deepfast.mt.data.pairs import FORM, digest, made_once
+from deepfast.mt.data.text import write_lines
 from deepfast.mt.training.recipe import DataSection
 
 Pair = tuple[str, str]
@@ -56,36 +56,29 @@ def load_corpus(
     section: DataSection,
     *,
     seed: int,
-    folder: Path | None,
+    folder: Path,
     vocabulary: Vocabulary | None = None,
+    generate: bool = True,
 ) -> Corpus:
     """Read or generate the text, learn a vocabulary where none is given, and cut batches.
 
-    The ids of a training text in files are written to `data.cache` once.
+    The ids of the training text are written to `data.cache` once.
 
     Args:
         seed: for the order of the batches.
-        folder: where to write generated phrases, so that they can be translated later; None: the
-            first rank writes them.
+        folder: of the run; generated phrases are files in its folder "phrases".
         vocabulary: that of the checkpoint that the run resumes from, or of the first rank.
+        generate: write the phrases; the first rank does it for all.
     """
-    section.check_text()
-    if section.phrases is None:
-        train: ParallelText | list[Pair] = ParallelText(
-            section.train_source, section.train_target, section.tags
-        )
-        dev, test = (_held_out(section, part) for part in ("dev", "test"))
-    else:
-        parts = _generate(section, folder)
-        train, dev, test = (_cased(section, parts[part]) for part in ("train", "dev", "test"))
+    if section.phrases:
+        section = _generated(section, folder / "phrases", generate)
+    train = ParallelText(section.train_source, section.train_target, section.tags)
+    dev, test = (_held_out(section, part) for part in ("dev", "test"))
     cache = Path(section.cache) if section.cache else cache_folder() / "text"
     if vocabulary is None:
         vocabulary = _vocabulary(section, train, cache)
     languages = _languages(section, vocabulary)
-    if isinstance(train, ParallelText):
-        pairs = prepare(train, vocabulary, cache, lowercase=section.lowercase)
-    else:
-        pairs = Pairs.of(vocabulary.encode_pairs(train))
+    pairs = prepare(train, vocabulary, cache, lowercase=section.lowercase)
     dev_pairs = Pairs.of(vocabulary.encode_pairs(dev))
     batches = TokenBatches(
         pairs,
@@ -120,14 +113,14 @@ def _cased(section: DataSection, pairs: list[Pair]) -> list[Pair]:
     return [(lower(source, section.tags), target.lower()) for source, target in pairs]
 
 
-def _vocabulary(section: DataSection, train: ParallelText | list[Pair], cache: Path) -> Vocabulary:
-    """Reads the vocabulary, or learns it from a sample of the training pairs. One that is learned
-    from files is kept in the cache."""
+def _vocabulary(section: DataSection, train: ParallelText, cache: Path) -> Vocabulary:
+    """Reads the vocabulary, or learns it from a sample of the training pairs and keeps it in the
+    cache."""
     if section.vocabulary is not None:
         vocabulary = Vocabulary.load(section.vocabulary)
         if section.target_vocabulary is None:
             return vocabulary
-        return SeparateVocabularies(vocabulary, Vocabulary.load(section.target_vocabulary))
+        return vocabulary.with_target(Vocabulary.load(section.target_vocabulary))
 
     def learned(sides: slice, size: int, tags: list[str]) -> Vocabulary:
         return Vocabulary.train(
@@ -141,24 +134,19 @@ def _vocabulary(section: DataSection, train: ParallelText | list[Pair], cache: P
     def make() -> Vocabulary:
         if section.target_vocab_size is None:
             return learned(slice(2), section.vocab_size, section.tags)
-        return SeparateVocabularies(
-            learned(slice(1), section.vocab_size, section.tags),
-            learned(slice(1, 2), section.target_vocab_size, []),
-        )
+        source = learned(slice(1), section.vocab_size, section.tags)
+        return source.with_target(learned(slice(1, 2), section.target_vocab_size, []))
 
-    if not isinstance(train, ParallelText):
-        return make()
     names = "vocab_size", "target_vocab_size", "vocab_at_most", "whole_words", "lowercase"
-    settings = SAMPLE, train.digest, train.tags, [getattr(section, name) for name in names]
+    options = [getattr(section, name) for name in names]
+    settings = FORM, SAMPLE, train.digest, train.tags, options
     path = cache / f"{digest(settings)}.vocabulary"
     made_once(path, lambda made: made.write_bytes(make().to_bytes()))
     return Vocabulary.from_bytes(path.read_bytes())
 
 
-def _sample(section: DataSection, train: ParallelText | list[Pair]) -> Iterable[Pair]:
+def _sample(section: DataSection, train: ParallelText) -> Iterable[Pair]:
     """Every n-th pair, so that there are at most `SAMPLE`."""
-    if not isinstance(train, ParallelText):
-        return train[:: -(-len(train) // SAMPLE)]
     count = sum(1 for _ in train)
     pairs = ((source, target) for _, source, target in train)
     chosen = itertools.islice(pairs, 0, None, -(-count // SAMPLE))
@@ -202,33 +190,30 @@ def by_language(pairs: Sequence[Pair]) -> dict[str, list[int]]:
     return found
 
 
-def _generate(section: DataSection, folder: Path | None) -> dict[str, list[Pair]]:
-    """Phrases of all languages, one language after the other; also writes them to files."""
-    parts: dict[str, list[Pair]] = {"train": [], "dev": [], "test": []}
-    for language in section.generated:
-        corpus = phrases(
-            language,
-            seed=section.seed,
-            train=section.train_size,
-            dev=section.dev_size,
-            test=section.test_size,
-        )
-        if folder is not None:
-            # A folder for each language, because their English files have the same name.
-            place = folder / "phrases" / (f"en-{language}" if section.tagged else "")
-            write(corpus, language, place)
+def _generated(section: DataSection, folder: Path, write: bool) -> DataSection:
+    """The section with files of generated phrases, of one language after the other."""
+    sizes = {"train": section.train_size, "dev": section.dev_size, "test": section.test_size}
+    parts: dict[str, list[Pair]] = {part: [] for part in sizes}
+    for language in section.phrases if write else ():
         tag = f"{tag_of(language)} " if section.tagged else ""
-        for part, pairs in parts.items():
-            for english, foreign in corpus[part]:
+        for part, pairs in phrases(language, seed=section.seed, **sizes).items():
+            for english, foreign in pairs:
                 turned = section.direction == "many-to-one"
                 source, target = (foreign, english) if turned else (english, foreign)
-                pairs.append((tag + source, target))
-    return parts
+                parts[part].append((tag + source, target))
+    files: dict[str, Any] = {}
+    for part in (part for part, size in sizes.items() if size):
+        for side, name in enumerate(("source", "target")):
+            files[f"{part}_{name}"] = folder / f"{part}.{name}"
+            if write:
+                make_folder(folder)
+                write_lines(folder / f"{part}.{name}", [pair[side] for pair in parts[part]])
+    return replace(section, phrases=None, languages=list(section.tagged) or None, **files)
 
 
 def _sizes(vocabulary: Vocabulary) -> str:
     shared = vocabulary.target is vocabulary
-    return str(len(vocabulary)) if shared else f"{len(vocabulary)} and {vocabulary.target_size}"
+    return str(len(vocabulary)) if shared else f"{len(vocabulary)} and {len(vocabulary.target)}"
 
 
 def _describe(part: str, pairs: Pairs) -> str:

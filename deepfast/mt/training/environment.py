@@ -68,20 +68,9 @@ def settings(section: TrainSection) -> Iterator[None]:
             os.environ.pop(CUBLAS, None)
 
 
-def heeded(*names: str) -> list[int]:
-    """The numbers of signals, without those that the system lacks and without a SIGHUP that this
-    process ignores, as under nohup."""
-    return [
-        getattr(signal, name)
-        for name in names
-        if hasattr(signal, name)
-        and not (name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
-    ]
-
-
 class StopSignal:
     """Notes the first of `SIGNALS`, for the run to stop; a second Ctrl-C or SIGTERM ends the
-    process.
+    process. A signal that the process ignores stays ignored.
 
     Only the main thread may handle signals: in others this does nothing.
 
@@ -98,7 +87,10 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._arrived) for n in heeded(*SIGNALS)}
+            for number in map(signal.Signals.__getitem__, SIGNALS):
+                # Such as SIGHUP under nohup.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._arrived)
         return self
 
     def _arrived(self, number: int, frame: Any) -> None:
@@ -112,7 +104,8 @@ class StopSignal:
 
     def _restore(self, *numbers: int) -> None:
         for number in numbers:
-            signal.signal(number, self._before[number])
+            if number in self._before:
+                signal.signal(number, self._before[number])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -129,22 +122,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-
-
-MMAP_THRESHOLD, MAPPED_FROM = -3, 2**20
-"""glibc's M_MMAP_THRESHOLD, and our value: larger blocks get pages of their own."""
-
-
-def give_back_large_blocks() -> None:
-    """From now on the C library returns large freed tensors to the system at once (glibc only).
-
-    By default glibc raises its limit as blocks are freed, and then keeps the holes between live
-    tensors. With tensors of many sizes these holes reach half of the live memory. It cannot be
-    undone, so only commands call this.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, MAPPED_FROM)
 
 
 def release_freed_memory() -> None:

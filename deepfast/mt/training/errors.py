@@ -22,7 +22,7 @@ class OtherRankError(TrainingError):
     """Another rank failed and reported its error, so this rank exits without a message."""
 
 
-def expect(condition: bool, key: str, expected: str, got: Any) -> None:
+def expect(condition: object, key: str, expected: str, got: Any) -> None:
     """Refuses a recipe's value if the condition does not hold."""
     if not condition:
         raise RecipeError(f"{key}: expected {expected}, got {shown(got)}")

@@ -9,20 +9,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, TranslationModel
-from deepfast.mt.models.checkpoint import check_config, load_checkpoint
+from deepfast.mt.models import DepthGrowingConfig, TransformerConfig
 from deepfast.mt.models.interface import DERIVED_FIELDS
-from deepfast.mt.training.errors import CheckpointError, RecipeError
-from deepfast.mt.training.ranks import restarts
+from deepfast.mt.training.errors import RecipeError, expect
 from deepfast.mt.training.recipe import Recipe
-from deepfast.mt.training.run_folder import (
-    BEST,
-    checkpoint_to_resume,
-    read_start,
-    step_checkpoints,
-)
+from deepfast.mt.training.run_folder import BEST, checkpoint_to_resume
 
 FIRST, SECOND = "stage1", "stage2"
 """The folders of the two runs."""
@@ -46,11 +38,8 @@ def check_grow(recipe: Recipe) -> None:
         return
     if type(config) is not TransformerConfig:
         raise RecipeError(f"grow: expected a model of the kind transformer, got {recipe.model!r}")
-    if not (grow.get("from") or recipe.data.validates):
-        raise RecipeError(
-            "grow: expected dev pairs, to find the best checkpoint of the first run, or "
-            "grow.from, got neither"
-        )
+    fits = recipe.data.validates or grow.get("from")
+    expect(fits, "grow", "dev pairs, to find the best checkpoint of the first run", grow)
     try:
         second_run(recipe)
     except RecipeError as error:
@@ -82,57 +71,9 @@ def runs(recipe: Recipe) -> list[Recipe]:
     """
     check_grow(recipe)
     if recipe.grow is None or recipe.model.get("kind") == "depth_growing":
-        return [_continued(recipe)]
+        return [recipe]
     first = replace(recipe, grow=None, output=str(Path(recipe.output) / FIRST))
     second = second_run(recipe)
-    if recipe.grow.get("from"):
-        return [_continued(second)]
-    if isinstance(recipe.resume, str):
-        # A run removes its old steps, so the file may be gone when torchrun starts it again.
-        gone = restarts() and not Path(recipe.resume).exists()
-        if not gone and read_start(Path(recipe.resume))["kind"] == "depth_growing":
-            return [_continued(second)]
-        second = replace(second, resume=False)
-    first, second = _continued(first), _continued(second)
-    if second.resume is True and step_checkpoints(second.output):
-        return [second]
-    # Checked now, not after hours of the first run.
-    checkpoint_to_resume(second.output, second.resume)
-    return [first, second]
-
-
-def _continued(run: Recipe) -> Recipe:
-    """The run that goes on from its own newest checkpoint, where torchrun has started the ranks
-    again."""
-    begun = not isinstance(run.resume, str) or bool(step_checkpoints(run.output))
-    return replace(run, resume=True) if restarts() and begun else run
-
-
-def stage(recipe: Recipe, run: Recipe) -> str | None:
-    """Which of the recipe's two runs this is, in words; None where there is only one run."""
-    if recipe.grow is None or recipe.grow.get("from"):
-        return None
-    return f"stage {1 if run.grow is None else 2} of 2, into {run.output}"
-
-
-def read_bottom(recipe: Recipe) -> dict[str, Any] | None:
-    """The content of the checkpoint that a run grows on; None for a run that does not grow."""
-    return None if recipe.grow is None else load_checkpoint(recipe.grow["from"])
-
-
-def load_bottom(recipe: Recipe, model: TranslationModel, content: dict[str, Any]) -> None:
-    """Puts a trained Transformer under a `DepthGrowing`.
-
-    Raises:
-        CheckpointError: its kind or sizes are not the recipe's, or it was trained on text of
-            another case.
-    """
-    path = recipe.grow["from"]
-    check_config(path, content, model.bottom.config)
-    lowercase = content["recipe"]["data"]["lowercase"]
-    if lowercase != recipe.data.lowercase:
-        raise CheckpointError(
-            f"{path}: expected a model of text with data.lowercase={recipe.data.lowercase}, got "
-            f"one with {lowercase}"
-        )
-    model.bottom.load_state_dict(content["model"])
+    # The second run's folder is checked before the hours of the first run.
+    begun = checkpoint_to_resume(second.output, second.resume)
+    return [second] if begun or recipe.grow.get("from") else [first, second]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,59 +10,51 @@ import torch
 from deepfast import backend as backends
 from deepfast.connections import CONNECTIONS
 from deepfast.memory.plan import Plan, plan
-from deepfast.memory.table import advise, describe, lines
+from deepfast.memory.table import describe, lines
 from deepfast.memory.units import format_bytes, parse_bytes
 from deepfast.mt.models import Transformer, TranslationModel
 from deepfast.mt.training.errors import TrainingError
 from deepfast.mt.training.parallel import is_sharded, micro_batches_at_once
 from deepfast.mt.training.trainer import Trainer
 
-TRIES = 3
-"""How many plans are tried. Each budget is smaller by the error of the previous plan."""
-
 
 def fit_memory(trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
-    """Plans by the recipe's ``memory_budget``, and sets the policies on the model.
-
-    Then it tries a step on the largest micro-batch. Where that takes more memory than the budget,
-    it plans again. Parameters and the model's config do not change.
+    """Plans by the recipe's ``memory_budget``, sets the policies on the model, and tries a step on
+    the largest micro-batch. Parameters and the model's config do not change.
 
     Returns:
         A row of metrics: predicted and measured bytes, and the policies in words.
 
     Raises:
-        TrainingError: no step fits; the message says what would fit.
+        TrainingError: no plan fits, or the step takes more than the budget.
     """
     limit, tokens = parse_bytes(trainer.recipe.memory_budget), trainer.recipe.data.max_tokens
     if trainer.device.type == "cuda":
         limit = min(limit, torch.cuda.get_device_properties(trainer.device).total_memory)
-    expected = f"memory_budget: expected a step within {format_bytes(limit)}, got"
-    budget, tried = limit, ""
-    for _ in range(TRIES):
-        planned = plan_run(trainer, budget)
-        for line in lines(planned):
-            say(line)
-        if not planned.fits and not tried:
-            got = f"one of {format_bytes(planned.peak)} for data.max_tokens={tokens}"
-            raise TrainingError(f"{expected} {got}: {planned.advice}")
-        if not planned.fits:
-            # Not the budget that the planner advises: its predictions were wrong here.
-            raise TrainingError(f"{expected} {tried}: {advise(planned.what_fits, budget=False)}")
-        measured = _trial(trainer, planned)
-        policies = describe(planned.recompute, planned.decoder_recompute)
-        if measured <= limit:
-            return {
-                "step": trainer.step,
-                "predicted_bytes": planned.peak,
-                "measured_bytes": int(measured),
-                "policies": policies,
-            }
-        got = "more than the GPU has" if measured == math.inf else format_bytes(measured)
-        tried = f"{got} with recompute policies {policies}"
-        say(f"a trial took {tried}")
-        error = 1.1 if measured == math.inf else measured / planned.peak
-        budget = int(limit / error)
-    raise TrainingError(f"{expected} {tried}: choose data.max_tokens below {tokens}")
+    expected = f"memory_budget: expected a step within {format_bytes(limit)}, got one of"
+    planned = plan_run(trainer, limit)
+    for line in lines(planned):
+        say(line)
+    if not planned.fits:
+        got = f"{format_bytes(planned.peak)} for data.max_tokens={tokens}"
+        raise TrainingError(f"{expected} {got}: {planned.advice}")
+    model = cast(Transformer, trainer.model)
+    model.encoder.set_recompute(planned.recompute)
+    model.decoder.set_recompute(planned.decoder_recompute)
+    # The largest of all ranks, so that all of them stop or none does.
+    measured = int(max(trainer.ranks.rows(trainer.measure()))[0])
+    policies = describe(planned.recompute, planned.decoder_recompute)
+    if measured > limit:
+        raise TrainingError(
+            f"{expected} {format_bytes(measured)}, measured with recompute policies {policies}: "
+            f"choose data.max_tokens below {tokens}"
+        )
+    return {
+        "step": trainer.step,
+        "predicted_bytes": planned.peak,
+        "measured_bytes": measured,
+        "policies": policies,
+    }
 
 
 def set_policy(model: TranslationModel, policy: str) -> None:
@@ -73,15 +64,6 @@ def set_policy(model: TranslationModel, policy: str) -> None:
     for stack in (transformer.encoder, transformer.decoder):
         mixes = stack.connection.depth is not None or policy != "layer+input"
         stack.set_recompute(policy if mixes else "layer")
-
-
-def _trial(trainer: Trainer, planned: Plan) -> float:
-    """Bytes of a step under a plan's policies, on the rank that needs the most."""
-    model = cast(Transformer, trainer.model)
-    model.encoder.set_recompute(planned.recompute)
-    model.decoder.set_recompute(planned.decoder_recompute)
-    # The largest of all ranks, so that all of them stop or none does.
-    return max(trainer.ranks.rows(trainer.measure()))[0]
 
 
 def plan_run(trainer: Trainer, budget: int) -> Plan:

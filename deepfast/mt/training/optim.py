@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,17 +65,7 @@ class GradientNorms:
     """
 
     def __init__(self, model: TranslationModel):
-        self._place: dict[int, tuple[str, int | None]] = {}
-        """Parameter, by its id -> its part, and its layer where the part is a list of layers."""
-        self._sizes: dict[str, int] = {}
-        """Part -> its number of layers, where it is a list of layers."""
-        for name, part in model.parts().items():
-            if isinstance(part, nn.Module):
-                self._place |= {id(p): (name, None) for p in part.parameters()}
-                continue
-            self._sizes[name] = len(part)
-            for index, layer in enumerate(part):
-                self._place |= {id(p): (name, index) for p in layer.parameters()}
+        self._parts = model.parts()
         self._learned: list[Tensor] = []
         self._norms: Any = None
 
@@ -86,19 +75,23 @@ class GradientNorms:
         self._norms = torch.stack(torch._foreach_norm([p.grad for p in self._learned]))
         return whole(torch.linalg.vector_norm(self._norms))
 
-    def row(self) -> dict[str, float | list[float | None]]:
+    def row(self) -> dict[str, float | list[float | None] | None]:
         """For a line of metrics, the norms of the last step that `measure` saw, before clipping:
-        of a part, or of each layer of a part. A layer without a gradient has None. Empty before
-        the first step; a common call where ranks have shards."""
+        of a part, or of each layer of a part, and of the rest. One without a gradient has None.
+        Empty before the first step; a common call where ranks have shards."""
         if not self._learned:
             return {}
-        squares: dict[tuple[str, int | None], float] = defaultdict(float)
-        for p, norm in zip(self._learned, whole(self._norms).tolist(), strict=True):
-            squares[self._place.get(id(p), (REST, None))] += norm**2
-        norms = {place: float(f"{math.sqrt(x):.{DIGITS}g}") for place, x in squares.items()}
-        alone = {PREFIX + name: norm for (name, index), norm in norms.items() if index is None}
-        layers = {
-            PREFIX + name: [norms.get((name, index)) for index in range(size)]
-            for name, size in self._sizes.items()
+        norms = dict(zip(map(id, self._learned), whole(self._norms).tolist(), strict=True))
+
+        def norm(numbers: Iterable[int]) -> float | None:
+            own = [norms.pop(number) for number in numbers if number in norms]
+            return float(f"{math.hypot(*own):.{DIGITS}g}") if own else None
+
+        def of(module: nn.Module) -> float | None:
+            return norm(map(id, module.parameters()))
+
+        found = {
+            PREFIX + name: of(part) if isinstance(part, nn.Module) else [*map(of, part)]
+            for name, part in self._parts.items()
         }
-        return layers | alone
+        return found | {PREFIX + REST: norm([*norms])}

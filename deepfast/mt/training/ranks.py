@@ -21,13 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepfast.mt.training.environment import StopSignal
-from deepfast.mt.training.errors import (
-    CheckpointError,
-    NotFiniteError,
-    OtherRankError,
-    RecipeError,
-    TrainingError,
-)
+from deepfast.mt.training.errors import NotFiniteError, OtherRankError, TrainingError
 
 Value = TypeVar("Value")
 
@@ -116,16 +110,14 @@ class Ranks:
             # The type of torch's stub leaves bytes out, which a store takes and gives back.
             self.store.set(key, pickle.dumps(result))  # type: ignore[arg-type]
             return result
-        called, beats, silent, pause = False, -1, 0.0, 0.01
+        beats, silent, pause = -1, 0.0, 0.01
         # Not `store.wait`, which prints two warnings at each timeout.
         while not self.store.check([key]):
             if self.store.check(["failure"]):
                 raise OtherRankError(self.store.get("failure").decode())
             # torchrun ends the ranks that are left with the signal that a scheduler sends, too.
-            if self.signal.name and not called:
-                called = True
-                if self._silent() and not self.store.check([key]):
-                    raise dist.DistNetworkError("a rank does not answer")
+            if self.signal.name and self._silent():
+                raise dist.DistNetworkError("a rank does not answer")
             before, beats = beats, self._beats(0)
             # Not by the clock: a machine or a job that is suspended stops all ranks together.
             silent = silent + pause if beats == before else 0.0
@@ -149,8 +141,7 @@ class Ranks:
         if isinstance(error, OtherRankError):
             return error
         text = f"rank {self.rank}: {_sentence(error)}"
-        there = self.saved is not None and self.saved.exists()
-        last = f"; last checkpoint: {self.saved}" if there else ""
+        last = f"; last checkpoint: {self.saved}" if self.saved else ""
         try:
             if _connection_lost(error) and (silent := self._silent()):
                 text = (
@@ -165,8 +156,7 @@ class Ranks:
             # The store went down with torchrun: there is nobody to agree with.
             if _connection_lost(error):
                 text = f"rank {self.rank}: torchrun does not answer, killed from outside"
-        kinds = (CheckpointError, NotFiniteError, RecipeError)
-        return (type(error) if isinstance(error, kinds) else TrainingError)(text + last)
+        return TrainingError(text + last)
 
     def start(self) -> None:
         """Gives signs of life from now on, also while this rank computes or waits for others."""
@@ -212,7 +202,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
 
     Raises:
         OtherRankError: another rank has failed, and has said so.
-        TrainingError, RecipeError, CheckpointError: this rank fails, or has found which one did.
+        TrainingError: this rank fails, or has found which one did.
     """
     if not launched():
         ranks = Ranks()
@@ -223,11 +213,7 @@ def run_ranks(device: torch.device, timeout: float) -> Iterator[Ranks]:
             raise NotFiniteError(f"{error}; last checkpoint: {last}") from error
         return
     limit = timedelta(seconds=timeout)
-    try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
-    except dist.DistError as error:
-        name = f"rank {os.environ['RANK']}"
-        raise TrainingError(f"{name}: torchrun does not answer: {_sentence(error)}") from error
+    store, rank, size = next(dist.rendezvous("env://", timeout=MEET_WITHIN))
     # A process may train several recipes, one after the other. torchrun keeps the store when it
     # starts the ranks again.
     store = dist.PrefixStore(f"deepfast/{restarts()}/{size}/{next(RUNS)}", store)

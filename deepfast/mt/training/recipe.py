@@ -25,7 +25,7 @@ from deepfast.mt.training.sections import (
     ParallelSection,
     TrainSection,
 )
-from deepfast.policies import MIXING, POLICIES
+from deepfast.policies import POLICIES
 
 SIZES = {"base": base, "big": big}
 
@@ -104,11 +104,9 @@ class Recipe(Checked):
     section `grow` grows with the defaults."""
     output: Folder = "runs/deepfast"
     """Folder for checkpoints and metrics. It must be empty or new, unless the run resumes."""
-    resume: bool | File = False
-    """True: continue from the newest checkpoint in `output`, or start where there is none. A path:
-    continue from that checkpoint, in a new folder or, if no later one is there, in its own. The
-    recipe may have changed, but not in what the run began with: its text, vocabulary, seed and
-    model."""
+    resume: bool = False
+    """Continue from the newest checkpoint in `output`, or start where there is none. The recipe may
+    have changed, but not in what the run began with: its text, vocabulary, seed and model."""
 
     def __post_init__(self):
         # Refuses a model that cannot be built, before any data is read.
@@ -125,23 +123,13 @@ class Recipe(Checked):
 
     def _check_recompute(self, config: Any) -> None:
         name = "recompute" if self.memory_budget is None else "memory_budget"
-        if not self.saves_memory:
-            return
-        self.expect(None in (self.recompute, self.memory_budget), name, "null with recompute")
-        stacks = isinstance(config, TransformerConfig)
-        self.expect(stacks, name, "null for a model without recompute policies")
-        mixes = config.encoder_connection in MIXING
-        named = ", ".join(name for name in POLICIES if mixes or name != "layer+input")
-        if name == "recompute":
-            serves = mixes or isinstance(config, DepthGrowingConfig)
-            expected = f"one of {named}, if model.encoder_connection is {config.encoder_connection}"
-            self.expect(serves or self.recompute != "layer+input", name, expected)
-        else:
-            unplanned = _not_planned(config)
-            expected = (
-                f"null {unplanned}, which the planner cannot predict; set recompute to one of"
-            )
-            self.expect(unplanned is None, name, f"{expected} {named}")
+        if self.saves_memory:
+            self.expect(None in (self.recompute, self.memory_budget), name, "null with recompute")
+            stacks = isinstance(config, TransformerConfig)
+            self.expect(stacks, name, "null for a model without recompute policies")
+            where = _not_planned(config)
+            expected = f"null {where}, which the planner cannot predict; set recompute instead"
+            self.expect(where is None or name == "recompute", name, expected)
 
     @property
     def saves_memory(self) -> bool:
@@ -151,7 +139,6 @@ class Recipe(Checked):
     def model_config(
         self,
         vocab_size: int,
-        padding_idx: int = 0,
         languages: dict[str, int] | None = None,
         target_vocab_size: int | None = None,
     ) -> Any:
@@ -179,7 +166,7 @@ class Recipe(Checked):
         if languages and "languages" in known:
             options["languages"] = languages
         try:
-            return sizes[size](vocab_size=vocab_size, padding_idx=padding_idx, **options)
+            return sizes[size](vocab_size=vocab_size, **options)
         except ValueError as error:
             raise RecipeError(f"model.{str(error).removeprefix(f'{config.__name__}: ')}") from error
 

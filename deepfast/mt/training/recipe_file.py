@@ -13,13 +13,16 @@ from typing import Any
 from deepfast.checks import shown
 from deepfast.files import require
 from deepfast.mt.training.errors import CheckpointError, RecipeError, expect
-from deepfast.mt.training.growing import BEST, FIRST, check_grow
+from deepfast.mt.training.growing import check_grow
 from deepfast.mt.training.recipe import SECTIONS, Recipe
 
-MOST_VALUES = 10_000
-"""Keys and values of a recipe, where an alias counts as all that it stands for."""
-MOST_DIGITS = 1_000
-"""Of an integer; Python prints 4,300."""
+KEPT = (
+    "data.vocabulary", "data.vocab_size", "data.target_vocabulary", "data.target_vocab_size",
+    "data.whole_words", "data.vocab_at_most", "data.phrases", "data.direction", "data.seed",
+    "data.train_size", "train.seed",
+)  # fmt: skip
+"""Keys of which a run that resumes goes on with the old value: its vocabulary, generated text, and
+random numbers."""
 
 
 def recipe_names() -> dict[str, str]:
@@ -104,35 +107,19 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     return lines
 
 
-LEARNED = ("vocabulary", "vocab_size", "target_vocabulary", "target_vocab_size", "whole_words",
-           "vocab_at_most")  # fmt: skip
-GENERATED = ("phrases", "direction", "seed", "train_size")
-"""Keys of the section `data` that decide the vocabulary, and the generated training pairs."""
-
-
-def check_kept(recipe: Recipe, old: dict[str, Any], step: int, path: Path) -> None:
+def check_kept(changes: list[str], path: Path) -> None:
     """Refuses to resume with another value where the run would go on with its old one.
 
     Args:
-        old, step: the recipe of the checkpoint at ``path``, and its step.
+        changes: `differences` from the recipe of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: the recipe has another vocabulary, seed, generated text, checkpoint to grow
-            on, or restart of Adam before ``step``.
+        CheckpointError: one of them is of a key in `KEPT`.
     """
-    new = recipe.to_dict()
-    data = LEARNED + GENERATED * (recipe.data.phrases is not None)
-    kept = [*(("data", name) for name in data), ("train", "seed"), ("optim", "restart_step")]
-    # The best checkpoint of the first of two runs moves with their folder.
-    if recipe.grow and Path(recipe.grow["from"]) != Path(recipe.output).parent / FIRST / BEST:
-        kept.append(("grow", "from"))
-    for section, name in kept:
-        before, after = (old.get(section) or {}).get(name), new[section][name]
-        ahead = name == "restart_step" and all(s is None or s >= step for s in (before, after))
-        if before != after and not ahead:
+    for change in changes:
+        if change.partition(" ")[0] in KEPT:
             raise CheckpointError(
-                f"{path}: {section}.{name}: expected {shown(before)}, got {shown(after)}: resuming "
-                "cannot change it; a new run can, with output=FOLDER"
+                f"{path}: {change}: resuming cannot change it; a new run can, with output=FOLDER"
             )
 
 
@@ -141,10 +128,9 @@ def _read(name: str | Path) -> tuple[str, str]:
     if path.is_file():
         try:
             return path.read_text("utf-8"), str(path)
-        except OSError as error:
-            raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"{path}: expected UTF-8, got other bytes") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", error)
+            raise RecipeError(f"{path}: cannot be read ({reason})") from error
     shipped = recipe_names()
     stem = str(name).removesuffix(".yaml")
     if stem in shipped:
@@ -159,7 +145,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """A value of YAML 1.2, in which 1e-3 is a number and "no" is text.
 
     Raises:
-        RecipeError: the text is not YAML, or its aliases stand for too many values.
+        RecipeError: the text is not YAML.
     """
     yaml = require("ruamel.yaml", "reading a recipe")
     # The directive %YAML 1.1 would make "no" false.
@@ -167,7 +153,6 @@ def parse_yaml(text: str, where: str) -> Any:
         raise RecipeError(f"{where}: expected YAML without directives, got one that begins with %")
     reader = yaml.YAML(typ="safe", pure=True)
     try:
-        _count(reader.compose(text))
         return reader.load(text)
     # The others are those of Python's functions for numbers and dates, which get the text.
     except (yaml.YAMLError, LookupError, RecursionError, ValueError) as error:
@@ -176,23 +161,6 @@ def parse_yaml(text: str, where: str) -> Any:
         # An error about a character has no problem, and two lines.
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise RecipeError(f"{where}: expected YAML, got an error{at}: {problem:.200}") from error
-
-
-def _count(node: Any) -> None:
-    """Refuses a tree of YAML with too many nodes, where an alias counts as all that it stands for,
-    so that what holds itself never ends; and integers that Python does not print."""
-    left, count = [node], 0
-    while left:
-        node = left.pop()
-        count += 1
-        if count > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} keys and values, with those of its aliases")
-        # The node of a mapping holds pairs, that of a scalar text.
-        below = node if isinstance(node, tuple) else getattr(node, "value", None)
-        if isinstance(below, (tuple, list)):
-            left += below
-        elif node is not None and node.tag.endswith(":int") and len(below) > MOST_DIGITS:
-            raise ValueError(f"an integer of {len(below)} digits")
 
 
 def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

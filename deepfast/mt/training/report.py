@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from deepfast.files import write_atomically
 from deepfast.machine import environment
 from deepfast.memory.units import format_bytes
 from deepfast.mt.training.errors import TrainingError
-from deepfast.mt.training.ranks import Ranks
 
-METRICS, LOGS, RESULT = "metrics.jsonl", "logs", "result.json"
+METRICS, RESULT = "metrics.jsonl", "result.json"
 LAST_EVENTS = ("average", "test")
 """Events that a finished run logs at its last step."""
 MACHINE = ("date", "cpu", "system", "torch", "deepfast", "commit")
@@ -121,19 +118,17 @@ class Report:
     "test"), `step` and `seconds` (wall time of the run, with the time before resuming). NLL and
     loss are nats per target token, eos included.
 
-    Of several ranks only the first writes this. Each rank writes its lines, with the time of day,
-    to `logs/rank-N.log`.
+    Of several ranks only the first has a folder for this.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         *,
         total_steps: int | None,
         first_step: int = 0,
         tensorboard: bool = True,
         quiet: bool = False,
-        ranks: Ranks | None = None,
     ):
         """
         Args:
@@ -141,122 +136,63 @@ class Report:
                 removed, because it will be logged again.
             quiet: print nothing.
         """
-        ranks = ranks or Ranks()
-        self.total_steps, self.path = total_steps, folder / METRICS
-        self.quiet = quiet or not ranks.first
-        self._own = None if ranks.alone else _opened(folder / LOGS / f"rank-{ranks.rank}.log")
-        self._stream = self._board = None
-        if ranks.first:
-            _cut_after(self.path, first_step)
-            self._stream = _opened(self.path)
+        self.path, self.total_steps, self.quiet = None, total_steps, quiet
+        self._board = None
+        if folder is not None:
+            self.path = folder / METRICS
+            _cut_after(folder, first_step)
             self._board = _tensorboard(folder, first_step) if tensorboard else None
 
+    def close(self) -> None:
+        """Ends the thread that writes TensorBoard events."""
+        if self._board is not None:
+            self._board.close()
+
     def say(self, line: str) -> None:
-        """One line for people."""
-        self.note(line)
-        if self.quiet:
-            return
-        try:
-            print(line, flush=True)
-        except OSError as error:
-            # A pipe or a terminal was closed, or a disk is full. The results are files.
-            self.quiet = True
-            if not isinstance(error, BrokenPipeError):
-                text = "standard output: cannot be written (%s); training goes on without it"
-                logging.getLogger("deepfast").warning(text, error.strerror)
-
-    def note(self, line: str) -> None:
-        """One line for this rank's log alone."""
-        if self._own is not None:
-            with _writing(self._own.name):
-                self._own.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-                self._own.flush()
-
-    def check(self) -> None:
-        """Ends a run whose folder or metrics are no longer there, before it writes more.
-
-        Raises:
-            TrainingError: the file of metrics was removed or replaced.
-        """
-        if self._stream is None:
-            return
-        got = "none"
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat()):
-                return
-            got = "another one"
-        raise TrainingError(
-            f"{self.path}: expected the file that this run writes, got {got}: it or its folder was "
-            "removed or replaced during the run"
-        )
-
-    def sync(self) -> None:
-        """Like `check`, and brings the metrics to the disk, before a checkpoint that follows them.
-
-        Raises:
-            TrainingError: see `check`; or the file cannot be written.
-        """
-        self.check()
-        if self._stream is not None:
-            with _writing(self.path):
-                os.fsync(self._stream.fileno())
+        """One line for people. The results are files, so a run goes on where its standard output
+        cannot be written."""
+        if not self.quiet:
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
 
     def log(self, event: str, row: dict[str, Any], *, seconds: float) -> None:
-        """One object for programs, and one line for people."""
+        """One object for programs, which is then on the disk, and one line for people.
+
+        Raises:
+            TrainingError: the file cannot be written.
+        """
         row = {"event": event, "seconds": round(seconds, 3), **row}
         # JSON has neither NaN nor infinity, which a perplexity may reach.
         plain = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
         }
-        self.check()
-        with _writing(self.path):
-            if self._stream is not None:
-                self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
-                self._stream.flush()
-            if self._board is not None:
-                for name, value in row.items():
-                    for end, each in _scalars(name, value):
-                        self._board.add_scalar(f"{event}{end}", each, row["step"])
-                self._board.flush()
+        if self.path is not None:
+            try:
+                with open(self.path, "a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(plain, allow_nan=False) + "\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            except OSError as error:
+                raise TrainingError(f"{self.path}: cannot be written ({error.strerror})") from error
+        if self._board is not None:
+            for name, value in _scalars(row):
+                self._board.add_scalar(f"{event}{name}", value, row["step"])
+            self._board.flush()
         line = describe(row)
         if event == "train" and self.total_steps is not None:
             left = seconds / row["step"] * (self.total_steps - row["step"])
             line += f", {timedelta(seconds=round(left))} left"
         self.say(line)
 
-    def close(self) -> None:
-        """Closes the files; may be called more than once."""
-        for stream in (self._stream, self._own, self._board):
-            # On a full disk this fails again and would hide the first error.
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
 
-
-def _scalars(name: str, value: Any) -> list[tuple[str, float]]:
-    """What TensorBoard draws of a value, by the end of its name. The norms of layers are a group of
+def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What TensorBoard draws of a row, by the end of its name. The norms of layers are a group of
     curves of their own."""
-    if isinstance(value, list):
-        return [
-            (f"_{name}/{layer:03}", x) for layer, x in enumerate(value, 1) if isinstance(x, float)
-        ]
-    return [(f"/{name}", value)] if isinstance(value, (int, float)) and name != "step" else []
-
-
-def _opened(path: Path) -> TextIO:
-    """A file to add lines to; its folder is made."""
-    with _writing(path):
-        path.parent.mkdir(exist_ok=True)
-        return open(path, "a", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _writing(path: object) -> Iterator[None]:
-    """Turns an error of the system into a sentence that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(f"{path}: cannot be written ({error.strerror})") from error
+    for key, value in row.items():
+        if isinstance(value, (int, float)) and key != "step":
+            yield f"/{key}", value
+        elif isinstance(value, list) and key.startswith("grad_norm"):
+            yield from ((f"_{key}/{n:03}", x) for n, x in enumerate(value, 1) if x is not None)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -274,7 +210,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics of a run.
+    """The lines of metrics of a run, without those that a killed run has cut short.
 
     Raises:
         TrainingError: the folder has none.
@@ -284,29 +220,23 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read ({error.strerror})") from error
-    return [row for line in lines if (row := _row(line)) is not None]
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """A line of metrics; None for one that a killed run or a crash has cut short or damaged."""
-    try:
-        row = json.loads(line)
-        return row if isinstance(row["event"], str) and isinstance(row["step"], int) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def _cut_after(path: Path, step: int) -> None:
+def _cut_after(folder: Path, step: int) -> None:
     """Removes rows that will be logged again: those after ``step``, and the last ones of a finished
     run."""
-    if not path.exists():
-        return
-    kept = [
-        line + "\n"
-        for line in path.read_text("utf-8", "replace").splitlines()
-        if (row := _row(line)) and 0 < step >= row["step"] + (row["event"] in LAST_EVENTS)
-    ]
-    write_atomically(path, "".join(kept).encode())
+    if (folder / METRICS).exists():
+        kept = [
+            json.dumps(row) + "\n"
+            for row in read_metrics(folder)
+            if 0 < step >= row["step"] + (row["event"] in LAST_EVENTS)
+        ]
+        write_atomically(folder / METRICS, "".join(kept).encode())
 
 
 def _tensorboard(folder: Path, first_step: int) -> Any:

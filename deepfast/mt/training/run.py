@@ -7,18 +7,19 @@ is `Trainer.train_step`.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepfast.files import write_atomically
+from deepfast.files import make_folder, write_atomically
 from deepfast.memory.units import format_bytes
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.text import write_lines
 from deepfast.mt.models import TranslationModel
-from deepfast.mt.models.checkpoint import load_model
+from deepfast.mt.models.checkpoint import load_checkpoint, load_model, read_run
 from deepfast.mt.training import norms_table
 from deepfast.mt.training.corpus import Corpus, load_corpus
 from deepfast.mt.training.environment import (
@@ -29,23 +30,16 @@ from deepfast.mt.training.environment import (
     resolve_device,
     settings,
 )
-from deepfast.mt.training.errors import CheckpointError, NotFiniteError, TrainingError
+from deepfast.mt.training.errors import NotFiniteError
 from deepfast.mt.training.failed_step import check_weights
-from deepfast.mt.training.growing import read_bottom, runs, stage
+from deepfast.mt.training.growing import runs
 from deepfast.mt.training.memory import fit_memory, set_policy
 from deepfast.mt.training.parallel import is_sharded
 from deepfast.mt.training.ranks import Ranks, run_ranks
 from deepfast.mt.training.recipe import Recipe
 from deepfast.mt.training.recipe_file import check_kept, differences, dump_recipe
 from deepfast.mt.training.report import RESULT, Report, TrainResult, read_metrics, write_result
-from deepfast.mt.training.run_folder import (
-    BEST,
-    checkpoint_to_resume,
-    intact_instead,
-    new_folder,
-    only_run,
-    read_start,
-)
+from deepfast.mt.training.run_folder import BEST, checkpoint_to_resume, only_run
 from deepfast.mt.training.saving import Saving
 from deepfast.mt.training.trainer import Trainer
 
@@ -87,7 +81,7 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         folder = Path(recipe.output)
         try:
             for part in parts:
-                result = _one_run(part, quiet, stage(recipe, part), ranks, folder / RESULT)
+                result = _one_run(part, quiet, ranks, folder / RESULT)
                 if result.stopped in SIGNALS:
                     return result
         except NotFiniteError as error:
@@ -99,17 +93,11 @@ def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
         return result
 
 
-def _one_run(
-    recipe: Recipe, quiet: bool, stage: str | None, ranks: Ranks, ended: Path
-) -> TrainResult:
+def _one_run(recipe: Recipe, quiet: bool, ranks: Ranks, ended: Path) -> TrainResult:
     """One run from its first step, or the step that it resumes from, to its last. At its return DDP
     is freed, before its process group: the other way round torch 2.13 hangs."""
     with settings(recipe.train):
-        try:
-            run = _Run(recipe, quiet, stage, ranks)
-        except CheckpointError as error:
-            more = intact_instead(Path(recipe.output)) if recipe.resume is True else ""
-            raise CheckpointError(f"{error}{more}") from error
+        run = _Run(recipe, quiet, ranks)
         if ranks.first:
             # That of an earlier end. A run that is refused leaves it.
             ended.unlink(missing_ok=True)
@@ -119,61 +107,56 @@ def _one_run(
 class _Run:
     """One run: when to log, validate, save and stop."""
 
-    def __init__(self, recipe: Recipe, quiet: bool, stage: str | None, ranks: Ranks):
+    def __init__(self, recipe: Recipe, quiet: bool, ranks: Ranks):
         self.recipe, self.section = recipe, recipe.train
         self.folder, self.ranks = Path(recipe.output), ranks
         device = resolve_device(recipe.train.device)
-        saved = ranks.by_first(lambda: checkpoint_to_resume(recipe.output, recipe.resume))
-        content = read_start(saved) if saved else None
-        if content is not None:
-            check_kept(recipe, content["recipe"], content["step"], saved)
-        # A checkpoint of this run already holds the bottom.
-        bottom = None if content else read_bottom(recipe)
-        with new_folder(self.folder) if ranks.first else nullcontext():
-            corpus = self._corpus(content or bottom)
-            self.trainer = Trainer(recipe, corpus, device, ranks, bottom)
-        self.saving = Saving(self.folder, self.trainer, self.section)
-        self.title = [stage] if stage else []
         self.start: list[str] = []
         """From where the run starts, in words."""
+        saved = ranks.by_first(lambda: checkpoint_to_resume(recipe.output, recipe.resume))
+        content = read_run(saved) if saved else None
+        if content is not None:
+            changed = differences(content["recipe"] | {"resume": recipe.resume}, recipe.to_dict())
+            check_kept(changed, saved)
+        # A checkpoint of this run already holds the bottom.
+        grows = recipe.grow is not None and content is None
+        bottom = load_checkpoint(recipe.grow["from"]) if grows else None
+        if ranks.first:
+            make_folder(self.folder)
+        corpus = self._corpus(content or bottom)
+        self.trainer = Trainer(recipe, corpus, device, ranks, bottom)
+        self.saving = Saving(self.folder, self.trainer, self.section)
         if bottom is not None:
             self.start.append(f"grows on {recipe.grow['from']}, of step {bottom['step']}")
         if content is not None:
-            changed = self.saving.restore(content, saved)
-            before = content["recipe"] | {"resume": recipe.resume}
-            changed = differences(before, recipe.to_dict()) + changed
+            changed += self.saving.restore(content, saved)
             self.start.append(f"resumed from {saved} at step {self.trainer.step}")
             self.start += [f"      changed since: {line}" for line in changed]
-        elif recipe.resume is True:
+        elif recipe.resume:
             self.start.append(f"nothing to resume in {recipe.output}: from the first step")
         # Not before it was read: it may be damaged.
         ranks.saved = saved
-        self.signalled = ""
-        """The rank that got the signal, in words."""
         self.report = Report(
-            self.folder,
+            self.folder if ranks.first else None,
             total_steps=self.section.max_steps,
             first_step=self.trainer.step,
             tensorboard=self.section.tensorboard,
-            quiet=quiet,
-            ranks=ranks,
+            quiet=quiet or not ranks.first,
         )
         self.began = time.perf_counter() - self.trainer.seconds
 
     def _corpus(self, start: dict[str, Any] | None) -> Corpus:
         """The text; the first rank learns the vocabulary for all."""
         given = Vocabulary.from_bytes(start["vocabulary"]) if start else None
-        seed, data = self.section.seed, self.recipe.data
+        load = partial(load_corpus, self.recipe.data, seed=self.section.seed, folder=self.folder)
         first: list[Corpus] = []
 
         def learn() -> bytes:
-            first.append(load_corpus(data, seed=seed, folder=self.folder, vocabulary=given))
+            first.append(load(vocabulary=given))
             return first[0].vocabulary.to_bytes()
 
-        learned = self.ranks.by_first(learn)
-        if first:
-            return first[0]
-        return load_corpus(data, seed=seed, folder=None, vocabulary=Vocabulary.from_bytes(learned))
+        learned = Vocabulary.from_bytes(self.ranks.by_first(learn))
+        return first[0] if first else load(vocabulary=learned, generate=False)
 
     @property
     def seconds(self) -> float:
@@ -185,24 +168,15 @@ class _Run:
             self._fit_memory()
             with nullcontext(self.ranks.signal) if self.ranks.signal else StopSignal() as signal:
                 stopped = self._loop(signal)
-                if stopped not in SIGNALS:
-                    self._complete()
-                if not self.saving.has_step():
-                    self._save()
             if stopped in SIGNALS:
                 self.report.say(
-                    f"{stopped}{self.signalled}: stopped after step {self.trainer.step}; continue "
-                    f"from {self.ranks.saved} with resume=true"
+                    f"{stopped}: stopped after step {self.trainer.step}; continue from "
+                    f"{self.ranks.saved} with resume=true"
                 )
                 return self._result(stopped)
             peak = format_bytes(peak_bytes(self.trainer.device))
             self.report.say(f"stopped by {stopped} after {self.seconds:.0f} s, peak memory {peak}")
             return self._finish(stopped)
-        except BaseException as error:
-            # What stopped the run, such as a full disk, may stop its log too.
-            with suppress(TrainingError):
-                self.report.note(f"{type(error).__name__}: {error}")
-            raise
         finally:
             self.report.close()
 
@@ -222,7 +196,8 @@ class _Run:
             f"model {trainer.model.describe()}, {total:,} parameters{frozen}, {trainer.device}, "
             f"{self.section.precision}, {torch.get_num_threads()} threads"
         )
-        for line in (*self.title, *trainer.corpus.summary, model, *ranks, *self.start):
+        head = f"output {self.folder}"
+        for line in (head, *trainer.corpus.summary, model, *ranks, *self.start):
             self.report.say(line)
 
     def _fit_memory(self) -> None:
@@ -235,7 +210,15 @@ class _Run:
     def _loop(self, signal: StopSignal) -> str:
         """Trains until a limit or a signal stops it, and returns which."""
         trainer, section = self.trainer, self.section
-        while (stopped := self._stopped(signal)) is None:
+        first = trainer.step
+        while True:
+            stopped = self._stopped(signal)
+            if stopped and stopped not in SIGNALS:
+                self._complete()
+            if stopped or (trainer.step > first and trainer.step % section.save_every == 0):
+                self._save()
+            if stopped:
+                return stopped
             trainer.train_step()
             if self.recipe.saves_memory and trainer.device.type == "cpu":
                 release_freed_memory()
@@ -244,41 +227,31 @@ class _Run:
                 self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
             if trainer.step % section.validate_every == 0:
                 self._validate()
-            if trainer.step % section.save_every == 0:
-                self._save()
-        return stopped
 
     def _stopped(self, signal: StopSignal) -> str | None:
         """Why to stop now, the same on all ranks: a signal to any of them, or a limit."""
         names = list(SIGNALS)
         rows = self.ranks.rows(names.index(signal.name) if signal.name else -1, self.seconds)
-        for rank, (number, _) in enumerate(rows):
-            if number >= 0:
-                self.signalled = "" if self.ranks.alone else f" on rank {rank}"
-                return names[int(number)]
-        return self._due(rows[0][1])
+        number, _ = max(rows)
+        if number >= 0:
+            return names[int(number)]
+        trainer, section = self.trainer, self.section
+        limits = {
+            "max_steps": (trainer.step, section.max_steps),
+            "max_minutes": (rows[0][1] / 60, section.max_minutes),
+            "patience": (trainer.since_best, section.patience),
+        }
+        for name, (reached, most) in limits.items():
+            if most is not None and reached >= most:
+                return name
+        return None
 
     def _complete(self) -> None:
-        """Logs and validates the steps since the last line of metrics, then saves."""
-        trainer = self.trainer
-        validate = bool(trainer.corpus.dev_batches) and trainer.validated_at != trainer.step
-        if trainer.window.steps:
-            self.report.log("train", trainer.take_metrics(), seconds=self.seconds)
-        elif not validate:
-            return
-        if validate:
+        """Logs and validates the steps since the last line of metrics."""
+        if self.trainer.window.steps:
+            self.report.log("train", self.trainer.take_metrics(), seconds=self.seconds)
+        if self.trainer.validated_at != self.trainer.step:
             self._validate()
-        self._save()
-
-    def _due(self, seconds: float) -> str | None:
-        section, trainer = self.section, self.trainer
-        if section.max_steps is not None and trainer.step >= section.max_steps:
-            return "max_steps"
-        if section.max_minutes is not None and seconds >= 60 * section.max_minutes:
-            return "max_minutes"
-        if section.patience is not None and trainer.since_best >= section.patience:
-            return "patience"
-        return None
 
     def _validate(self) -> None:
         trainer = self.trainer
@@ -296,7 +269,6 @@ class _Run:
             self.saving.best()
 
     def _save(self) -> None:
-        self.report.sync()
         check_weights(self.trainer)
         self.trainer.seconds = self.seconds
         self.ranks.saved = self.saving.step()

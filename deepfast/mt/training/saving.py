@@ -16,34 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from deepfast.files import make_folder
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import (
+    RUN,
     CheckpointError,
     average_checkpoints,
     check_config,
     load_checkpoint,
     not_written,
+    read_run,
     save_checkpoint,
     sync_folder,
-    write_file,
 )
 from deepfast.mt.training.environment import random_state, set_random_state
 from deepfast.mt.training.errors import OtherRankError
 from deepfast.mt.training.parallel import like, whole
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.recipe import TrainSection
-from deepfast.mt.training.run_folder import (
-    AVERAGE,
-    BEST,
-    STEP,
-    newest_checkpoints,
-    prune,
-    step_checkpoints,
-    step_of,
-)
+from deepfast.mt.training.run_folder import AVERAGE, BEST, STEP, prune, step_checkpoints
 from deepfast.mt.training.trainer import Trainer, Window
 
 VALIDATION = ("best_nll", "best_step", "since_best", "validated_at")
@@ -85,10 +78,17 @@ class Saving:
             "window": asdict(trainer.window),
             "seconds": trainer.seconds,
         }
-        _write_folder(path, self._described() | {"training": training}, self._tensors(), ranks)
-        keep, every = self.section.keep_last, self.section.save_every
-        ranks.by_first(lambda: prune(self.folder, keep, every))
+        content = self._described() | {"training": training}
+        if ranks.by_first(path.exists):
+            # A run that ends where it was resumed has validated since, with the same tensors.
+            ranks.by_first(lambda: save_checkpoint(path / RUN, read_run(path) | content))
+        else:
+            _write_folder(path, content, self._tensors(), ranks)
+        ranks.by_first(self._prune)
         return path
+
+    def _prune(self) -> None:
+        prune(self.folder, self.section.keep_last, self.section.save_every)
 
     def best(self) -> None:
         """Saves the model that has the lowest dev NLL so far."""
@@ -104,34 +104,24 @@ class Saving:
     def average(self) -> tuple[Path, int]:
         """Averages the newest checkpoints and gives the model their weights; returns the file and
         of how many it is."""
-        section, path = self.section, self.folder / AVERAGE
-        paths = newest_checkpoints(self.folder, section.average_last, section.save_every)
+        path = self.folder / AVERAGE
 
-        def write() -> None:
-            try:
-                weights = average_checkpoints(paths)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{error}; all steps are done, and only the average is missing: move this one "
-                    "out of the folder and continue with resume=true"
-                ) from error
-            save_checkpoint(path, self._described() | {"model": weights})
+        def write() -> int:
+            self._prune()
+            paths = step_checkpoints(self.folder)[-self.section.average_last :]
+            save_checkpoint(path, self._described() | {"model": average_checkpoints(paths)})
+            return len(paths)
 
-        self.ranks.by_first(write)
+        count = self.ranks.by_first(write)
         own, mean = self.trainer.model.state_dict(), load_checkpoint(path)["model"]
         self.trainer.model.load_state_dict({name: like(x, own[name]) for name, x in mean.items()})
-        return path, len(paths)
-
-    def has_step(self) -> bool:
-        """Whether the folder has a checkpoint of this step."""
-        step = self.trainer.step
-        return self.ranks.by_first(lambda: step in map(step_of, step_checkpoints(self.folder)))
+        return path, count
 
     def restore(self, content: dict[str, Any], path: Path) -> list[str]:
         """Lets a new trainer continue exactly where the checkpoint was taken.
 
         Args:
-            content: of `read_start`.
+            content: of `read_run`.
             path: of the checkpoint.
 
         Returns:
@@ -158,10 +148,11 @@ class Saving:
         else:
             self.ranks.seed(trainer.recipe.train.seed, trainer.step)
             changed.append(f"ranks {len(state['random'])} -> {self.ranks.size}, with new dropout")
-        why = self.ranks.by_first(lambda: self._other_best(path, state["dev"]))
-        if why is not None and trainer.best_step > 0:
+        differs = state["dev"] != self._dev
+        if trainer.best_step and (differs or not self.ranks.by_first((self.folder / BEST).exists)):
             trainer.best_nll, trainer.best_step = math.inf, 0
-            changed.append(f"{why}; the next validation is the best so far")
+            lost = "the dev text" if differs else f"no {BEST} in this folder"
+            changed.append(f"{lost}; the next validation is the best so far")
         return changed
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -192,66 +183,40 @@ class Saving:
         check_files(path, content["files"], ranks.rank, ranks.size)
         read_tensors(path, table, self._tensors(), ranks.slow)
 
-    def _other_best(self, start: Path, dev: str) -> str | None:
-        """Why `best.pt` is not the best of the run that resumes, in words; None if it is."""
-        path = self.folder / BEST
-        if dev != self._dev:
-            return "the dev text"
-        if start.resolve().parent != self.folder.resolve() or not path.exists():
-            return f"no {BEST} in this folder"
-        try:
-            found = load_checkpoint(path)["step"]
-        except CheckpointError:
-            return f"{BEST} is damaged"
-        # A run that was killed may have written it after its last checkpoint.
-        return None if found == self.trainer.best_step else f"{BEST} is of step {found}"
-
 
 def _write_folder(
     path: Path, content: dict[str, Any], tensors: dict[str, Tensor], ranks: Ranks
 ) -> None:
-    """Writes a step's folder from all ranks. Even after a crash `path` is the old one or the new
-    one; between two renames it is the old one under another name, which `recover` gives back.
+    """Writes a step's folder from all ranks. Even after a crash it is there whole, or not at all.
 
     Args:
         content: the keys without tensors; that of the first rank counts.
         tensors: of this rank, whole or shares.
 
     Raises:
-        CheckpointError: this rank cannot write, or the first cannot finish.
+        CheckpointError, DataError: this rank cannot write, or the first cannot finish.
         OtherRankError: another rank cannot write, and says so.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from deepfast.mt.models.checkpoint_folder import RUN, check_sum, write_tensors
+    from deepfast.mt.models.checkpoint_folder import check_sum, write_tensors
 
-    temporary, old = (path.with_name(f".{path.name}.{end}") for end in ("part", "old"))
-
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+    temporary = path.with_name(f".{path.name}.part")
 
     def finish() -> None:
-        write_file(temporary / RUN, content | {"tensors": table, "files": files})
-        if path.exists():
-            os.replace(path, old)
+        save_checkpoint(temporary / RUN, content | {"tensors": table, "files": files})
         os.replace(temporary, path)
         sync_folder(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
 
     try:
-        ranks.by_first(begin)
+        ranks.by_first(lambda: make_folder(temporary))
         table = write_tensors(temporary, tensors, ranks.slow)
         mine = {file.name: check_sum(file) for file in temporary.glob(f"__{ranks.rank}_*.distcp")}
         files = {name: total for each in ranks.objects(mine) for name, total in each.items()}
         ranks.by_first(finish)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        if isinstance(error, (OtherRankError, dist.DistError)):
-            raise
+    except CheckpointException as error:
+        if ranks.rank not in error.failures:
+            raise OtherRankError(str(path)) from error
+        raise not_written(path, error.failures[ranks.rank][0]) from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            if ranks.rank not in error.failures:
-                raise OtherRankError(str(path)) from error
-            cause = error.failures[ranks.rank][0]
-        raise not_written(path, cause) from error

@@ -38,10 +38,9 @@ def _names(given: Any) -> Any:
     return list(given) if isinstance(given, tuple) else given
 
 
-File = Annotated[str, BeforeValidator(_path), Field(pattern=r"^[^\x00]+$", description="a file")]
-# The home of no user, which is not replaced, stays in front.
-FOLDER, FOLDER_WORDS = r"^[^~\x00][^\x00]*$", "a folder, ./~NAME for one that begins with ~"
-Folder = Annotated[str, BeforeValidator(_path), Field(pattern=FOLDER, description=FOLDER_WORDS)]
+PATH = r"^[^\x00]+$"
+File = Annotated[str, BeforeValidator(_path), Field(pattern=PATH, description="a file")]
+Folder = Annotated[str, BeforeValidator(_path), Field(pattern=PATH, description="a folder")]
 Pieces = Annotated[int, Field(gt=len(SPECIALS), lt=2**31)]
 """At most what sentencepiece reads."""
 Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
@@ -129,15 +128,9 @@ class DataSection(Checked):
         for key in ("phrases", "languages"):
             names = getattr(self, key) or ()
             self.expect(len({*names}) == len(names), key, "each language once")
-        special = {*self.tags} & {*SPECIALS}
-        self.expect(not special, "languages", f"names other than those in {' '.join(SPECIALS)}")
-        if self.phrases is None:
-            one_way = self.direction == "one-to-many"
-            self.expect(one_way, "direction", "one-to-many without data.phrases")
-        else:
-            self.expect(self.languages is None, "languages", "null with data.phrases")
-            expected = "null with data.phrases; set data.phrases=null with files"
-            self.expect(self.train_source is None, "train_source", expected)
+        for key in ("languages", "train_source"):
+            one = self.phrases is None or getattr(self, key) is None
+            self.expect(one, key, "null with data.phrases; set data.phrases=null with files")
         learned = self.vocabulary is None
         one = self.target_vocabulary is None
         self.expect(one or not learned, "target_vocabulary", "null without data.vocabulary")
@@ -167,14 +160,9 @@ class DataSection(Checked):
         return self.target_vocabulary is not None or self.target_vocab_size is not None
 
     @property
-    def generated(self) -> tuple[str, ...]:
-        """Languages of generated phrases."""
-        return tuple(self.phrases or ())
-
-    @property
     def tagged(self) -> tuple[str, ...]:
         """The languages, where sentences begin with a language's tag; empty for one language."""
-        languages = tuple(self.languages or self.generated)
+        languages = tuple(self.languages or self.phrases or ())
         return languages if len(languages) > 1 else ()
 
     @property

@@ -16,10 +16,10 @@ from deepfast.memory.count import LiveBytes
 from deepfast.memory.sizes import OPTIMIZERS
 from deepfast.mt.data import Batch
 from deepfast.mt.models import TranslationModel, build
+from deepfast.mt.models.checkpoint import check_config
 from deepfast.mt.training.corpus import Corpus
 from deepfast.mt.training.environment import peak_bytes, random_state, set_random_state
-from deepfast.mt.training.failed_step import not_finite_gradient, not_finite_loss
-from deepfast.mt.training.growing import load_bottom
+from deepfast.mt.training.failed_step import not_finite
 from deepfast.mt.training.optim import GradientNorms, build_optimizer, learning_rate
 from deepfast.mt.training.parallel import (
     Share,
@@ -88,12 +88,11 @@ class Trainer:
         self.recipe, self.corpus, self.device = recipe, corpus, device
         self.ranks = ranks = ranks or Ranks()
         vocabulary = corpus.vocabulary
-        config = recipe.model_config(
-            len(vocabulary), vocabulary.pad_id, corpus.languages, vocabulary.target_size
-        )
+        config = recipe.model_config(len(vocabulary), corpus.languages, len(vocabulary.target))
         self.model = build(config).to(device)
         if bottom is not None:
-            load_bottom(recipe, self.model, bottom)
+            check_config(recipe.grow["from"], bottom, self.model.bottom.config)
+            self.model.bottom.load_state_dict(bottom["model"])
         self.loss = share_model(self.model, recipe, ranks, device)
         """The model's loss, with which all ranks train the same parameters."""
         # All ranks have made the same model. From here on each draws its own dropout masks.
@@ -152,10 +151,12 @@ class Trainer:
             # Runs the step again, with the same dropout, to find where it went wrong.
             set_random_state(generators, self.device)
             self.model.set_step(self.step + 1)
+            self.optimizer.zero_grad(set_to_none=True)
+            what = f"loss is {loss_sum}"
             if math.isfinite(loss_sum):
-                raise not_finite_gradient(self, lambda: self._backward(mine, target_tokens))
-            name, own = f"step {self.step + 1}: the loss", rows[self.ranks.rank][0]
-            raise not_finite_loss(self, name, own, lambda: self._forward(mine))
+                what = "gradient is not finite"
+            text, own = f"step {self.step + 1}: the {what}", rows[self.ranks.rank][0]
+            raise not_finite(self, text, own, lambda: self._backward(mine, target_tokens))
         if optim.clip_norm is not None:
             clip_grads_with_norm_(self.parameters, optim.clip_norm, norm)
         if self.step == optim.restart_step:
@@ -200,13 +201,8 @@ class Trainer:
                 sums[: len(found)] += found
         return sums
 
-    def _forward(self, mine: list[Share]) -> None:
-        """The forward passes of `_backward`."""
-        for batch, _ in mine:
-            self.batch_loss(batch, 0.0)
-
     def measure(self) -> float:
-        """Peak bytes of a step on the largest micro-batch; infinity if the GPU has less.
+        """Peak bytes of a step on the largest micro-batch.
 
         Counts parameters, gradients, the optimizer's state, and the tensors that forward and
         backward keep alive. Parameters and random generators stay as they are.
@@ -218,17 +214,10 @@ class Trainer:
         generators = random_state(self.device)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        try:
-            with LiveBytes(self.device) as live:
-                self._backward(mine, mine[0].batch.target_tokens)
-        except torch.cuda.OutOfMemoryError:
-            if self.ranks.size > 1:
-                # The others wait in a common call.
-                raise
-            return math.inf
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            set_random_state(generators, self.device)
+        with LiveBytes(self.device) as live:
+            self._backward(mine, mine[0].batch.target_tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        set_random_state(generators, self.device)
         # Adam's state has the precision of the parameters, fp32.
         state = OPTIMIZERS["adam"] * sum(map(local_bytes, self.parameters)) // 4
         weights = sum(map(local_bytes, self.model.parameters()))
@@ -272,8 +261,8 @@ class Trainer:
         rows = self.ranks.rows(*total.tolist())
         nll, correct = (sum(column) for column in zip(*rows, strict=True))
         if not math.isfinite(nll):
-            name, own = f"step {self.step}: the loss of the dev part", rows[self.ranks.rank][0]
-            raise not_finite_loss(self, name, own, self._evaluate)
+            text = f"step {self.step}: the loss of the dev part is {nll}"
+            raise not_finite(self, text, rows[self.ranks.rank][0], self._evaluate)
         tokens = sum(batch.target_tokens for batch in self.corpus.dev_batches)
         return Validation(nll / tokens, correct / tokens)
 

@@ -1,10 +1,11 @@
 """Marks of unknown words: into a training text, and out of a translation."""
 
+from collections import Counter
+
 import pytest
 
 from deepfast.files import DataError
 from deepfast.mt.data.posunk import (
-    WordTranslations,
     annotated,
     mark,
     read_translations,
@@ -37,14 +38,9 @@ def test_marks_without_a_source_word():
 
 
 def test_a_dictionary(tmp_path):
-    counted = WordTranslations()
-    counted.add(["a", "b"], ["x", "y"], [(0, 0), (1, 1)])
-    for _ in range(2):
-        counted.add(["a"], ["z"], [(0, 0)])
-    found = counted.best()
-    assert found == {"a": "z", "b": "y"}
-    write_translations(tmp_path / "dictionary", found)
-    assert read_translations(tmp_path / "dictionary") == found
+    counts = {"b": Counter(["y", "v"]), "a": Counter(["x", "z", "z"])}
+    write_translations(tmp_path / "dictionary", counts)
+    assert read_translations(tmp_path / "dictionary") == {"a": "z", "b": "y"}
     (tmp_path / "dictionary").write_text("a\tz\nb\n")
     with pytest.raises(DataError, match="a tab and its translation in line 2"):
         read_translations(tmp_path / "dictionary")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from deepfast.mt.models import Transformer, TransformerConfig, checkpoint
+from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.models.checkpoint import (
     FORMAT,
     VERSION,
@@ -73,13 +73,13 @@ def test_bfloat16_weights(content, path):
 def test_a_translator_reads_each_of_its_checkpoints_once(content, tmp_path, monkeypatch):
     vocabulary = pytest.importorskip("deepfast.mt.data").Vocabulary
     content["vocabulary"] = vocabulary.train(["a b c d e"] * 9, 9, whole_words=True).to_bytes()
-    read, original = [], checkpoint.read_file
+    read, original = [], torch.load
 
-    def counted(path, keys):
+    def counted(path, **options):
         read.append(path)
-        return original(path, keys)
+        return original(path, **options)
 
-    monkeypatch.setattr(checkpoint, "read_file", counted)
+    monkeypatch.setattr(torch, "load", counted)
     paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
     for path in paths:
         save_checkpoint(path, content)
@@ -139,7 +139,7 @@ OTHER_CONTENT = "got other torch.save content"
         *((data, DAMAGED) for data in (Evil(), HEAD | {"config": Evil()})),
         *((data, OTHER_CONTENT) for data in ([1, 2], {"a": 3}, {"format": "other"}, torch.ones(3))),
         (HEAD | {"version": 2}, f"expected a checkpoint of version {VERSION}, got version 2"),
-        (HEAD, "the checkpoint lacks step, kind, config, vocabulary, recipe, model, or"),
+        (HEAD, r"expected a checkpoint with its tensors, got run\.pt of a step"),
     ],
     ids=str,
 )
@@ -155,28 +155,27 @@ def test_what_is_no_checkpoint(path, written, sentence, capsys):
     assert capsys.readouterr().out == ""
 
 
-UNUSABLE = "the checkpoint's config cannot be used"
-
-
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "reason"),
     [
-        ({"step": "3", "config": [1]}, "the checkpoint lacks step, config, or has a value of an"),
-        ({"kind": "rnn"}, r"that this deepfast knows \(.*\), got 'rnn'"),
-        ({"config": CONFIG | {"languages": None}}, f"{UNUSABLE} .*languages"),
-        ({"config": CONFIG | {"dlcl": [1]}}, f"{UNUSABLE} .*dlcl"),
-        ({"config": CONFIG | {"depth": 3}}, f"{UNUSABLE} .*depth"),
-        ({"config": CONFIG | {"dim": 15}}, f"{UNUSABLE} .*dim: expected an even"),
-        ({"config": {"dim": 16}}, f"{UNUSABLE} .*vocab_size"),
-        ({"config": CONFIG | {"vocab_size": 12}}, r"embedding.weight must be \(12, 16\), got \("),
-        ({"config": CONFIG | {"decoder_layers": 3}}, r"decoder.layers.2.\S+ must be .*, got none"),
-        ({"config": CONFIG | {"decoder_layers": 1}}, r"decoder.layers.1.\S+ must be absent, got"),
+        ({"kind": "rnn"}, "'rnn'"),
+        (
+            {"config": CONFIG | {"languages": None}},
+            ".*: languages: expected keys and .*",
+        ),
+        ({"config": CONFIG | {"dim": 15}}, ".*: dim: expected an even .*, got 15"),
+        ({"config": CONFIG | {"vocab_size": 12}}, r".* size mismatch for embedding\.weight: .*"),
+        (
+            {"config": CONFIG | {"decoder_layers": 3}},
+            r".* Missing key\(s\) .*decoder\.layers\.2\..*",
+        ),
+        ({"config": CONFIG | {"decoder_layers": 1}}, r".* Unexpected key\(s\) .*layers\.1\..*"),
     ],
     ids=str,
-)  # fmt: skip
-def test_parts_that_do_not_go_together(content, path, changes, sentence):
+)
+def test_parts_that_do_not_go_together(content, path, changes, reason):
     save_checkpoint(path, content | changes)
-    with pytest.raises(CheckpointError, match=sentence) as error:
+    with pytest.raises(CheckpointError, match=rf"do not go together \({reason}\)$") as error:
         load_model(path)
     assert "\n" not in str(error.value)
 
@@ -205,5 +204,3 @@ def test_average_is_the_mean_and_keeps_dtypes(content, tmp_path):
     save_checkpoint(paths[1], content | {"model": {"w": torch.zeros(4), "n": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"1\.pt: the model differs in shape from .*0\.pt"):
         average_checkpoints(paths)
-    with pytest.raises(CheckpointError, match="at least one checkpoint, got none"):
-        average_checkpoints([])

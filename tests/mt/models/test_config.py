@@ -26,7 +26,6 @@ REFUSED = {
         ({"decoder_layers": 2.5}, f"decoder_layers: {WHOLE} and at most 65536, got 2.5"),
         ({"num_head": 3}, "num_head: unknown key, the nearest one is num_heads"),
         ({"dim": 18, "num_heads": 4}, "dim: expected an even multiple of num_heads 4, got 18"),
-        ({"padding_idx": 11}, "padding_idx: expected an id below 11, got 11"),
         ({"dropout": 1.0}, f"dropout: {FRACTION} 1.0"),
         ({"attention_dropout": math.nan}, f"attention_dropout: {FRACTION} nan"),
         ({"decoder_norm": "mid"}, "decoder_norm: expected one of pre, post, deepnorm or null"),
@@ -62,8 +61,6 @@ REFUSED = {
         (both("latent", latent={"target_layers": 3, "target_weight": 1}), "at most the 2 layers"),
         (both("latent", cross_attention="transparent"),
          "encoder_connection: expected another than latent, .* with cross_attention transparent"),
-        ({"languages": {"de": 4, "fr": 4}}, "languages: expected different ids below vocab_size 1"),
-        ({"languages": {"de": 0}}, "languages: expected different ids below vocab_size 11 for"),
     ],
     DepthGrowingConfig: [
         ({"top_dlcl": {"window": 2}}, "top_dlcl: expected no options without a side with connecti"),
@@ -75,7 +72,6 @@ REFUSED = {
         ({"dim": 7}, "dim: expected an integer of at least 1 and at most .* multiple of 2, got 7"),
         ({"columns": True}, "columns: expected an integer of at least 1 and at most 2, got True"),
         ({"lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
-        ({"target_vocab_size": 5, "padding_idx": 5}, "padding_idx: expected an id below 5, got 5"),
     ],
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Depth growing: the equations, and a frozen bottom that keeps nothing."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,49 +92,28 @@ def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
     assert kept(encoder_layers=1, decoder_layers=1, top_encoder_layers=3) > one + 4 * 8 * 10 * 12
 
 
-def test_dropout_is_in_the_top_alone_unless_it_is_wanted():
-    model = make("dlcl below", dropout=0.4)
-    for mode, below in ((True, False), (False, False)):
-        model.train(mode)
-        assert {m.training for m in model.bottom.modules()} == {below}
-        assert model.encoder.training == mode
-    seen = {}
-    stack = model.bottom.encoder.forward_packed
-    model.bottom.encoder.forward_packed = lambda x, p, **_: seen.setdefault("h1", stack(x, p))
-    with torch.no_grad():
-        deterministic = model.bottom.encode(SOURCE)[0]
-        seen.clear()
-        one, two = (model.train()(SOURCE, TARGET) for _ in range(2))
-    assert torch.equal(seen["h1"], deterministic)
-    assert not torch.equal(one, two)
-    wanted = make("dlcl below", dropout=0.4, bottom_dropout=True).train()
-    assert {m.training for m in wanted.bottom.modules()} == {True}
-    with torch.no_grad():
-        assert not torch.equal(wanted.encode(SOURCE)[0], wanted.encode(SOURCE)[0])
-        assert torch.equal(wanted.eval()(SOURCE, TARGET), wanted(SOURCE, TARGET))
-
-
 @pytest.mark.parametrize("bottom_dropout", [False, True])
-def test_one_mask_of_the_embedding(bottom_dropout):
-    """With dropout in the bottom, the top reads the embedding with the same dropout mask."""
-    model = make("as the paper", dropout=0.5, bottom_dropout=bottom_dropout).train()
-    inputs = {}
-    for name, stack in (("below", model.bottom.encoder), ("top", model.encoder)):
-        run = stack.forward_packed
-
-        def spy(x, p, *, name=name, run=run):  # fmt: skip
-            inputs[name] = x
-            return run(x, p)
-
-        stack.forward_packed = spy  # fmt: skip
-    h1, _, _ = model.encode(SOURCE)
-    entered = inputs["top"] - h1
-    dropped = entered.abs() < 1e-5
-    assert 0.3 < dropped.float().mean() < 0.7
+def test_dropout_of_the_bottom_and_of_the_embedding(bottom_dropout):
+    """The top reads the embedding with the bottom's mask, or with its own where that has none."""
+    model = make("as the paper", dropout=0.5, bottom_dropout=bottom_dropout)
+    for mode in (False, True):
+        model.train(mode)
+        assert {m.training for m in model.bottom.modules()} == {mode and bottom_dropout}
+        assert model.encoder.training == mode
+    stacks = model.bottom.encoder, model.encoder
+    for stack in stacks:
+        stack.forward_packed = Mock(wraps=stack.forward_packed)
+    h1, h2, _ = model.encode(SOURCE)
+    below, top = (stack.forward_packed.call_args.args[0] for stack in stacks)
+    entered = top - h1
+    assert 0.3 < (entered.abs() < 1e-5).float().mean() < 0.7
     if bottom_dropout:
-        torch.testing.assert_close(entered, inputs["below"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entered, below, rtol=1e-4, atol=1e-5)
     else:
-        assert not inputs["below"].eq(0).any()
+        assert not below.eq(0).any()
+    again = model.encode(SOURCE)
+    assert torch.equal(again[0], h1) != bottom_dropout
+    assert not torch.equal(again[1], h2)
 
 
 def test_gradient_norms_count_the_layers_of_the_bottom():

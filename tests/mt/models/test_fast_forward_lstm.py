@@ -1,4 +1,4 @@
-"""FastForwardLSTM against the specification; empty sources, learning rates, first values."""
+"""FastForwardLSTM against the specification; learning rates, first values."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
 from tests.mt.models.kinds import LABELS, LSTMS, REAL, RECURRENT, SOURCE, TARGET, make
 from tests.specifications.fast_forward_lstm import fast_forward_lstm
-
-BOTH = pytest.mark.parametrize("name", ["Deep-Att", "Deep-ED"])
 
 
 def transcribed(model, source, target_in):
@@ -51,43 +49,6 @@ def test_a_model_without_its_options_has_no_such_parameters():
     biases = [p for key, p in model.named_parameters() if key.endswith("bias")]
     assert len(biases) == 2 * 3 + 2 + 2
     assert not any(p.any() for p in biases)
-
-
-@BOTH
-def test_a_source_of_padding_alone(name):
-    """Its context is 0, like that of an empty source, and the other sentences do not change."""
-    model, source, given = make(name), SOURCE.clone(), TARGET
-    source[1] = 0
-    logits, alone = model(source, given), model(source[[0, 2]], given[[0, 2]])
-    torch.testing.assert_close(logits[[0, 1, 2, 3, 6, 7, 8]], alone)
-    torch.testing.assert_close(logits[4:6], model(source[1:2, :0], given[1:2]))
-    nothing = model.start(source[:1, :0])
-    if name == "Deep-Att":
-        assert model.alignment(source, given)[1].eq(0).all()
-    else:
-        assert nothing.source.encoded.eq(0).all()
-    state = model.start(source)
-    for t in range(2):
-        expected = model.step(given[1:2, t], nothing)[0]
-        torch.testing.assert_close(model.step(given[:, t], state)[1], expected)
-        torch.testing.assert_close(logits[4 + t], expected)
-    model.loss(source, given, LABELS)[0].backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("sizes", [(3, 0, 4), (3, 5, 0), (3, 0, 0), (0, 5, 4), (0, 0, 0)], ids=str)
-@BOTH
-def test_no_sentence_and_no_position(name, sizes):
-    model, (B, S, T) = make(name), sizes
-    source, given, wanted = SOURCE[:B, :S], TARGET[:B, :T], LABELS[:B, :T]
-    assert model(source, given).shape == (given.ne(0).sum(), 11)
-    if name == "Deep-Att":
-        assert model.alignment(source, given).shape == (B, T, S)
-    loss, nll = model.loss(source, given, wanted, 0.1)
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert bool(nll) == bool(given.numel())
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_alignment_is_the_attention():

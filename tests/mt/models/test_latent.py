@@ -1,14 +1,13 @@
 """Latent depth in the whole model: languages, the loss, decoding, and pruning."""
 
 import copy
-from dataclasses import asdict
 from functools import partial
 
 import pytest
 import torch
 
 from deepfast.mt.models import Transformer, TransformerConfig
-from deepfast.mt.models.prune import prune_checkpoint, prune_layers
+from deepfast.mt.models.prune import prune
 from deepfast.mt.search import beam_search
 
 # Tags are 4 to 6, at the front; the second sentence is padded.
@@ -143,45 +142,49 @@ def test_metrics():
     assert build(encoder_connection="residual", decoder_connection="dlcl").metrics() == {}
 
 
+def test_logits_may_learn_faster():
+    model = build(latent={"lr_scale": 20.0})
+    groups = model.parameter_groups()
+    assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
+    assert [p for g in groups[2:] for p in g["params"]] == [
+        model.encoder.latent.logits, model.decoder.latent.logits,
+    ]  # fmt: skip
+    named = [id(p) for g in groups for p in g["params"]]
+    assert sorted(named) == sorted(id(p) for p in model.parameters())
+    assert len(build().parameter_groups()) == 2
+
+
 # ---- pruning -------------------------------------------------------------------------------------
 
 
 def pruned(model, language=None):
-    config, weights = prune_layers(model.config, model.state_dict(), language)
+    config, weights = prune(model, language)
     smaller = Transformer(config).eval()
     smaller.load_state_dict(weights)
     return smaller
 
 
-MEAN = {"evaluation": "mean"}
-
-
 @pytest.mark.parametrize(
     ("language", "changes", "layers"),
     [
-        ("de", {}, (2, 2)), ("fr", {}, (2, 1)), ("es", {}, (2, 2)), (None, {}, (3, 3)),
+        ("de", {}, (2, 2)), ("fr", {"norm_type": "none"}, (2, 1)), ("es", {}, (2, 2)),
+        (None, {}, (3, 3)),
+        ("fr", {"encoder_connection": "residual", "encoder_fusion": "average"}, (3, 1)),
         (None, {"languages": {}, "decoder_connection": "dlcl"}, (2, 4)),
-        # Gates between 0 and 1 go into the weights; layers below the threshold are lost.
-        ("fr", {"latent": MEAN | {"threshold": 0.01}}, (3, 4)),
-        ("fr", {"latent": MEAN | {"threshold": 0.01}, "norm": "post"}, (3, 4)),
-        ("fr", {"latent": MEAN}, (2, 1)),
+        # Nothing can be left out.
+        (None, {"norm": "post"}, (3, 4)), (None, {"latent": {"evaluation": "mean"}}, (3, 4)),
+        (None, {"encoder_connection": "dlcl", "decoder_connection": "residual"}, (3, 4)),
     ],
 )  # fmt: skip
 @torch.no_grad()
 def test_a_pruned_model_is_the_model_without_its_unused_layers(language, changes, layers):
-    """Bit for bit where all gates are 0 or 1."""
+    """Bit for bit."""
     model = build(**changes)
     smaller = pruned(model, language)
     c = smaller.config
     assert (c.encoder_layers, c.decoder_layers) == layers
-    for side in (model.encoder, model.decoder):
-        if (latent := side.latent) is not None:
-            side.latent.choose = lambda n, f=latent.choose, k=latent.keeps: [
-                z if kept else 0.0 for z, kept in zip(f(n), k(n), strict=True)
-            ]
-    near = {"rtol": 1e-4, "atol": 1e-5} if "latent" in changes else {"rtol": 0, "atol": 0}
     for tag in LANGUAGES.values() if language is None else [LANGUAGES[language]]:
-        torch.testing.assert_close(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET), **near)
+        assert torch.equal(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET))
     if language is not None:
         assert c.encoder_connection == c.decoder_connection == "residual"
         assert (c.latent, c.languages) == ({}, {language: LANGUAGES[language]})
@@ -197,38 +200,24 @@ def test_a_pruned_model_knows_no_other_language():
                 use()
 
 
+def test_the_target_is_at_most_the_layers_that_are_left():
+    model = build(latent={"target_layers": 3, "target_weight": 0.1}, encoder_connection="residual")
+    assert pruned(model).config.latent["target_layers"] == 3
+    with torch.no_grad():
+        model.decoder.latent.logits[:, 0] = -1
+    assert pruned(model).config.latent["target_layers"] == 2
+
+
 def test_what_cannot_be_pruned():
-    idle = build()
+    idle, nothing = build(), "expected a pre-norm model with latent depth and latent.evaluation thr"
     with torch.no_grad():
         idle.decoder.latent.logits[1] = -1
     for model, language, sentence in (
-        (build(encoder_connection="dlcl", decoder_connection="residual"), None, "got one without"),
+        (build(encoder_connection="dlcl", decoder_connection="residual"), "fr", nothing),
+        (build(norm="post"), "de", nothing),
+        (build(latent={"evaluation": "mean"}), "de", nothing),
         (build(), "it", r"a language of the model \(de, fr, es\), got 'it'"),
-        (build(norm="post"), "de", "got a post-norm one, where the layer-norms of the 1"),
-        (idle, "fr", "expected a layer that is used, got none in the decoder"),
+        (idle, "fr", "decoder_layers: expected an integer of at least 1 and at most .*, got 0"),
     ):
         with pytest.raises(ValueError, match=sentence):
             pruned(model, language)
-    with pytest.raises(ValueError, match="a model of the kind transformer, got 'other'"):
-        prune_checkpoint({"kind": "other"})
-
-
-def test_a_checkpoint_keeps_its_other_keys():
-    model = build(encoder_connection="residual", encoder_fusion="average")
-    content = {"kind": "transformer", "config": asdict(model.config), "vocabulary": b"v",
-               "model": model.state_dict(), "recipe": {"a": 1}}  # fmt: skip
-    smaller = prune_checkpoint(content, "de")
-    assert smaller.keys() == content.keys()
-    assert TransformerConfig(**smaller["config"]).decoder_layers == 2
-
-
-def test_logits_may_learn_faster():
-    model = build(latent={"lr_scale": 20.0})
-    groups = model.parameter_groups()
-    assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
-    assert [p for g in groups[2:] for p in g["params"]] == [
-        model.encoder.latent.logits, model.decoder.latent.logits,
-    ]  # fmt: skip
-    assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
-    assert len(build().parameter_groups()) == 2

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
+from deepfast.mt.ids import PAD
 from deepfast.mt.models import (
     DepthGrowing,
     DepthGrowingConfig,
@@ -24,6 +25,8 @@ SENTENCES = [
 ] * 3
 
 
+FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
+"""Arguments of a search that takes no time."""
 SIZES = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
 
 
@@ -40,6 +43,7 @@ def grown(vocab_size=9, seed=0, **changes):
 
 
 def recurrent(vocab_size, attention=True):
+    """A tiny model of another kind, whose predictions are not uniform."""
     config = FastForwardLSTMConfig(
         vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2,
         attention=attention,
@@ -58,19 +62,19 @@ def shaken(model, seed):
             scale = 0.5 if "embedding" in name else 0.4
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
         embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
-        embedding.weight[model.config.padding_idx].zero_()
+        embedding.weight[PAD].zero_()
     return model
 
 
 class Table(torch.nn.Module):
     """A model that looks its logits (V,) up: ``rule(sentence, prefix)``, prefix without bos."""
 
-    def __init__(self, rule, padding_idx=0):
+    def __init__(self, rule):
         super().__init__()
         self.rule = rule
         self.rows = []
         """The number of rows of every step."""
-        self.config = type("Config", (), {"padding_idx": padding_idx})
+        self.config = type("Config", (), {})
 
     class State:
         def __init__(self, count):
@@ -138,12 +142,12 @@ def grown_model(vocabulary):
     return grown(len(vocabulary)).eval()
 
 
-@pytest.fixture(scope="session")
-def grown_checkpoint(write, grown_model):
-    return write(grown_model)
+@pytest.fixture
+def text(tmp_path):
+    """text(lines): the path of a file with these lines."""
 
+    def write(lines, name="text"):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        return str(tmp_path / name)
 
-@pytest.fixture(scope="session")
-def lstm(vocabulary):
-    """A tiny model of another kind, whose predictions are not uniform."""
-    return recurrent(len(vocabulary))
+    return write

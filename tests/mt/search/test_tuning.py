@@ -51,28 +51,13 @@ def test_the_score_of_each_choice_is_that_of_its_translations(
         assert found == {choice: right(references, "")(lines) for choice, lines in texts.items()}
 
 
-def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary):
+@pytest.mark.parametrize("tokenize", ["none", "13a"])
+def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary, tokenize):
     options = DecodingOptions(max_length=8)
-    references = [f"{line}." for line in translate_lines(model, vocabulary, LINES, options)]
-    for tokenize in ("none", "13a"):
-        (_, first), *_ = tune(model, vocabulary, LINES, references, options, tokenize=tokenize)
-        lines = translate_lines(model, vocabulary, LINES, options)
-        assert first == pytest.approx(bleu(lines, references, tokenize=tokenize).bleu)
-
-
-@pytest.fixture
-def tuned(tmp_path, capsys):
-    """tuned(checkpoint, references, *words): the lines that `score --tune` prints."""
-
-    def run(checkpoint, references, *words):
-        for name, lines in (("dev.en", LINES), ("dev.de", references)):
-            (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
-        text = ["--source", str(tmp_path / "dev.en"), "--reference", str(tmp_path / "dev.de")]
-        command = ["mt", "score", "--tune", "--checkpoint", str(checkpoint), *text, *FAST, *words]
-        assert main(command) == 0
-        return capsys.readouterr().out.splitlines()
-
-    return run
+    lines = translate_lines(model, vocabulary, LINES, options)
+    references = [f"{line}." for line in lines]
+    (_, first), *_ = tune(model, vocabulary, LINES, references, options, tokenize=tokenize)
+    assert first == pytest.approx(bleu(lines, references, tokenize=tokenize).bleu)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +67,7 @@ def tuned(tmp_path, capsys):
         ("grown_model", {"deep_shallow": True, "alpha": 0.0, "gamma": 2.0}),
     ],
 )
-def test_the_command_is_ready_to_paste(
-    few, request, vocabulary, write, tuned, tmp_path, capsys, kind, best
-):
+def test_the_command_is_ready_to_paste(few, request, vocabulary, write, text, capsys, kind, best):
     model = request.getfixturevalue(kind)
     checkpoint = write(model, recipe={"decode": {"beam": 9, "length_penalty": 0.1}})
     plain = {"beam": 3, "max_length": 6, "length_penalty": 0.1}
@@ -93,8 +76,13 @@ def test_the_command_is_ready_to_paste(
         for more in ({}, best)
     )
     assert before != after
+    source = text(LINES)
     for references, helps in ((after, True), (before, False)):
-        score, gain, last = tuned(checkpoint, references)
+        reference = text(references, "references")
+        command = ["mt", "score", "--tune", "--checkpoint", checkpoint, "--source", source,
+                   "--reference", reference, *FAST]  # fmt: skip
+        assert main(command) == 0
+        score, gain, last = capsys.readouterr().out.splitlines()
         assert score.startswith("BLEU 100.00 with beam ")
         assert score.endswith(", tokenizer 13a")
         gained = 100 - right(references, "")(before)
@@ -102,14 +90,10 @@ def test_the_command_is_ready_to_paste(
         words = shlex.split(last.removeprefix("to translate: deepfast ").removesuffix(" < FILE"))
         assert ("--length-penalty" in words or "--deep-shallow" in words) == helps
         # The pasted command gives the translations that were tuned.
-        assert main([*words, "--input", str(tmp_path / "dev.en")]) == 0
+        assert main([*words, "--input", source]) == 0
         assert capsys.readouterr().out.splitlines() == references
-
-
-def test_as_json(few, grown_checkpoint, grown_model, vocabulary, tuned):
-    options = DecodingOptions(beam=3, max_length=6, deep_shallow=True, alpha=0.0, gamma=2.0)
-    references = translate_lines(grown_model, vocabulary, LINES, options)
-    found = json.loads("".join(tuned(grown_checkpoint, references, "--json")))
-    assert (found["bleu"], found["tokenize"]) == (100, "13a")
-    assert found["before"] < 100
-    assert (found["deep_shallow"], found["alpha"], found["gamma"]) == (True, 0.0, 2.0)
+        assert main([*command, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        values = [found.pop(name) for name in ("bleu", "before", "tokenize")]
+        assert values == [100, 100 - gained, "13a"]
+        assert found.keys() == (best.keys() if helps else set())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.data.vocabulary import EOS, UNK
+from deepfast.mt.ids import EOS, UNK
 from deepfast.mt.search import DecodingOptions, Ensemble, translate_lines, translate_nbest
 from deepfast.mt.search.unknown import aligned_words, check_aligns
 from tests.mt.search.conftest import Table, grown, lively, recurrent
@@ -29,24 +29,29 @@ class Looks(Table):
         return weights
 
 
-def places_of(vocabulary, *numbers):
-    """For each number of a word the place of its last piece."""
-    _, word_of = vocabulary.words(LINE)
-    return [max(i for i, n in enumerate(word_of) if n == number) for number in numbers]
+def last_piece(vocabulary, line, word):
+    """The place of the last piece of a word."""
+    return len(vocabulary.encode(line.partition(word)[0] + word)) - 1
 
 
 def test_copies_or_translates_what_is_looked_at(vocabulary):
+    oxford, old, bridge = (
+        last_piece(vocabulary, LINE, word) for word in ("Ωxford", "old", "bridge")
+    )
     known = vocabulary.encode("home")
     tokens = [UNK, *known, UNK]
-    model = Looks(places_of(vocabulary, 4, *[0] * len(known), 2), tokens, len(vocabulary))
+    model = Looks([oxford, *[0] * len(known), bridge], tokens, len(vocabulary))
     found = aligned_words(model, vocabulary, LINE, [tokens, known], {})
     assert found == [["Ωxford", "bridge"], []]
     options = DecodingOptions(beam=1, replace_unknown=True)
     assert translate_lines(model, vocabulary, [LINE], options) == ["Ωxford home bridge"]
     # Pieces of one unknown word are one copy.
-    model = Looks(places_of(vocabulary, 4, 4, 1))
+    model = Looks([oxford, oxford, old])
     for dictionary, words in (({}, ["Ωxford", "", "old"]), ({"old": "alt"}, ["Ωxford", "", "alt"])):
         assert aligned_words(model, vocabulary, LINE, [[UNK] * 3], dictionary) == [words]
+    # The end of the source is no word.
+    model = Looks([len(vocabulary.encode(LINE))])
+    assert aligned_words(model, vocabulary, LINE, [[UNK]], {})[0][0] in LINE.split()
 
 
 @pytest.mark.parametrize("replace_unknown", [False, True])
@@ -70,23 +75,19 @@ def test_a_dictionary_replaces_the_marks_of_a_translation(
     assert text == (expected if replace_unknown or "rare" not in said else "⁇ ⁇ c v")
 
 
-def test_the_end_of_the_source_is_no_word(vocabulary):
-    model = Looks([len(vocabulary.encode(LINE))])
-    assert aligned_words(model, vocabulary, LINE, [[UNK]], {})[0][0] in LINE.split()
-
-
 @pytest.mark.parametrize("word", ["the", "bridge"])
 def test_behind_a_language_tag_the_same_word(word):
     vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
-    line = "<de> the old bridge"
-    end = len(vocabulary.encode(line.partition(word)[0] + word))
-    assert aligned_words(Looks([end - 1]), vocabulary, line, [[UNK]], {}) == [[word]]
+    line = "<de>  the\x0bold bridge"
+    place = last_piece(vocabulary, line, word)
+    assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
     # Most attention may be on the tag, but it is no word.
     assert aligned_words(Looks([0]), vocabulary, line, [[UNK]], {})[0][0] in line.split()[1:]
 
 
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
-def test_every_model_with_attention(model, grown_model, lstm, vocabulary, monkeypatch, kind):
+def test_every_model_with_attention(model, grown_model, vocabulary, monkeypatch, kind):
+    lstm = recurrent(len(vocabulary))
     chosen = {
         "transformer": model, "depth_growing": grown_model,
         "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
@@ -135,9 +136,9 @@ def test_a_transformer_tells_its_cross_attention(make):
     torch.testing.assert_close(weights[1, :2] @ values[1], mixed[1])
 
 
-def test_a_model_without_attention_is_refused(vocabulary, model, lstm):
+def test_a_model_without_attention_is_refused(vocabulary, model):
     blind = recurrent(len(vocabulary), attention=False)
     for one in (blind, Ensemble([model, blind])):
         with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
             translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
-    check_aligns(Ensemble([model, lstm]))
+    check_aligns(Ensemble([model, recurrent(len(vocabulary))]))

@@ -5,38 +5,39 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepfast.mt.sweep import stages
-from deepfast.mt.sweep.grid import best, named, points, systems
+from deepfast.mt.sweep.grid import named, points, systems
 from deepfast.mt.sweep.stages import Sweep, steps_of
 from deepfast.mt.training import RecipeError, load_recipe
-from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
+from deepfast.nn.connections.fusion import FUSIONS
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ("6,12, 20,6", ["6", "12", "20"]),
+        ("6,12, 20", ["6", "12", "20"]),
         ("[0.9, 0.98],[0.9, 0.999]", ["[0.9, 0.98]", "[0.9, 0.999]"]),
-        ("{},{norm: null, init: one}", ["{}", "{norm: null, init: one}"]),
-        ("'de,fr',de", ["'de,fr'", "de"]),
-        ("{dlcl: {norm: true, init: one}},{}", ["{dlcl: {norm: true, init: one}}", "{}"]),
-        ("/a/b,~/c:d,1e-3", ["/a/b", "~/c:d", "1e-3"]),
+        ("{},{norm: null, init: one}", ["{}", '{"norm": null, "init": "one"}']),
+        ("'de,fr',de", ["de,fr", "de"]),
+        ("/a/b,~/c:d,1e-3", ["/a/b", "~/c:d", "0.001"]),
     ],
 )
-def test_commas_inside_brackets_and_quotes_separate_nothing(values, expected):
-    assert [point.values for point in points([f"a={values}"])] == [[v] for v in expected]
+def test_values_are_elements_of_a_list_of_yaml(values, expected):
+    assert [p.overrides for p in points([f"a={values}"])] == [(f"a={v}",) for v in expected]
 
 
 def test_every_combination_and_its_folder():
     found = points(["model.norm=pre,post", "model.dlcl={},{norm: null}"])
-    assert [point.values for point in found] == [
-        ["pre", "{}"], ["pre", "{norm: null}"], ["post", "{}"], ["post", "{norm: null}"],
+    assert [point.overrides for point in found] == [
+        (f"model.norm={norm}", f"model.dlcl={dlcl}")
+        for norm in ("pre", "post") for dlcl in ("{}", '{"norm": null}')
     ]  # fmt: skip
-    assert found[1].overrides == ["model.norm=pre", "model.dlcl={norm: null}"]
+    assert found[0].name == "model.norm=pre, model.dlcl={}"
     folders = [point.folder for point in found]
     assert len(set(folders)) == 4
     assert not set("".join(folders)) & set(" {}:/")
@@ -47,18 +48,15 @@ def test_every_combination_and_its_folder():
 
 def test_the_runs_of_each_point(tmp_path):
     chosen = points(["model.encoder_layers=1,2", "optim.lr=1e-3,2"])
-    sweep = Sweep("phrases-small", ["model.dim=16"], chosen, None, tmp_path)
-    first, last = sweep.run(chosen[0], 1), sweep.run(chosen[-1], 2)
-    assert (last.recipe.model["encoder_layers"], last.recipe.model["dim"]) == (2, 16)
-    assert (first.recipe.optim.lr, last.recipe.optim.lr) == (1e-3, 2.0)
-    assert (first.seed, last.seed) == (1, 2)
-    assert first.folder == tmp_path / "model.encoder_layers=1,optim.lr=1e-3" / "seed-1"
-    assert first.recipe.resume is True
-    # The recipe itself translates nothing; an override may leave it so.
-    assert first.recipe.train.test_bleu
     sweep = Sweep("phrases-small", ["train.test_bleu=false"], chosen)
-    assert not sweep.run(chosen[0], 1).recipe.train.test_bleu
     assert sweep.folder == Path("runs/phrases-small-sweep")
+    # The recipe itself translates nothing; an override may leave it so.
+    assert not sweep.run(chosen[0], 1).recipe.train.test_bleu
+    last = Sweep("phrases-small", ["model.dim=16"], chosen, tmp_path).run(chosen[-1], 2)
+    model, optim = last.recipe.model, last.recipe.optim
+    assert (model["encoder_layers"], model["dim"], optim.lr, last.seed) == (2, 16, 2.0, 2)
+    assert last.folder == tmp_path / "model.encoder_layers=2,optim.lr=2" / "seed-2"
+    assert last.recipe.resume is last.recipe.train.test_bleu is True
 
 
 FILE = """
@@ -82,10 +80,10 @@ def file(tmp_path):
 
 
 def test_systems_of_a_file(file, tmp_path):
-    chosen, pilots = systems(file)
+    chosen = systems(file)
     assert [point.name for point in chosen] == ["plain net", "DLCL", "LSTM"]
     assert [point.folder for point in chosen] == ["plain-net", "DLCL", "LSTM"]
-    sweep = Sweep(file, ["data.train_size=500"], chosen, pilots, tmp_path)
+    sweep = Sweep(file, ["data.train_size=500"], chosen, tmp_path)
     plain, dlcl, lstm = (sweep.runs(point) for point in chosen)
     assert [len(own) for own in (plain, dlcl, lstm)] == [2, 3, 2]
     assert (plain[0].recipe.model["encoder_connection"], plain[0].seed) == ("residual", 1)
@@ -103,111 +101,93 @@ def test_systems_of_a_file(file, tmp_path):
         named(chosen, ["x"])
     # A system with a value of its own has no pilots.
     assert not chosen[2].pilots
-    low, high = sweep.pilots[point].values()
+    low, high = sweep.pilots[point]
     assert (low.recipe.optim.lr, high.recipe.optim.lr) == (1e-3, 0.002)
     assert (low.recipe.train.max_steps, low.recipe.train.test_bleu) == (7, False)
     assert low.folder == tmp_path / "pilots" / "DLCL,optim.lr=0.001" / "seed-1"
 
 
-def test_the_best_pilot():
-    first, second = tried = points(["optim.lr=1,2"])
-    low, high, none, failed = {"nll": 1.0}, {"nll": 2.0}, {"nll": None}, {"failed": "x"}
-    for found, expected in (((high, low), second), ((none, high), second), ((low, low), first),
-                            ((none, failed), None)):  # fmt: skip
-        assert best(dict(zip(tried, found, strict=True))) == expected
-
-
-def test_pilots_decide_what_runs(file, tmp_path, monkeypatch, capsys):
-    made, found = [], {"plain net": 1.0, "DLCL": None}
+@pytest.mark.parametrize(
+    ("low", "high", "rate"),
+    [
+        ({"nll": 1.0}, {"nll": 2.0}, 1e-3),
+        ({"nll": 2.0}, {"nll": 1.0}, 2e-3),
+        ({"nll": None}, {"nll": 2.0}, 2e-3),
+        ({"nll": 1.0}, {"nll": 1.0}, 1e-3),
+        ({"nll": None}, {"nll": None}, 1e-3),
+        # A pilot that failed may still win: no run of its system starts.
+        ({"nll": 1.0}, {"failed": "x"}, None),
+    ],
+)
+def test_pilots_decide_what_runs(file, tmp_path, monkeypatch, low, high, rate):
+    made = []
 
     def make(runs, jobs, each=lambda: None):
         for run in runs:
-            made.append((run.name, run.seed, run.recipe.optim.lr))
-            run._found = {"seed": run.seed, "nll": found.get(run.name.partition(",")[0])}
-            if (run.name, run.recipe.optim.lr) == ("LSTM", 4e-3):
-                run._found = {"seed": 1, "failed": "x"}
+            made.append((run.point.name, run.seed, run.recipe.optim.lr))
+            pilots = {"DLCL, optim.lr=0.001": low, "DLCL, optim.lr=0.002": high}
+            run.found = {"seed": run.seed} | pilots.get(run.point.name, {"nll": 3.0})
 
     monkeypatch.setattr(stages, "make_runs", make)
-    chosen, pilots = systems(file)
-    assert not Sweep(file, [], chosen, pilots, tmp_path).make(chosen, 1, lambda *_: None)
-    assert [(name, rate) for name, _, rate in made[:4]] == [
-        (f"{name}, optim.lr={text}", rate)
-        for name in ("plain net", "DLCL")
-        for text, rate in (("0.001", 1e-3), ("0.002", 2e-3))
-    ]
-    assert made[4:] == [
-        *(("plain net", seed, 1e-3) for seed in (1, 2)),
-        *(("DLCL", seed, 1e-3) for seed in (1, 2, 3)),
-        *(("LSTM", seed, 4e-3) for seed in (1, 2)),
-    ]
-    said = "DLCL: no pilot has a dev NLL, its runs are as DLCL, optim.lr=0.001\n"
-    assert capsys.readouterr().out == said
-    # A pilot that failed may still win: no run of its system starts.
-    made.clear()
-
-    def fail(runs, jobs, each=lambda: None):
-        make(runs, jobs)
-        for run in runs:
-            if run.name == "DLCL, optim.lr=0.002":
-                run._found = {"seed": 1, "failed": "x"}
-
-    monkeypatch.setattr(stages, "make_runs", fail)
-    Sweep(file, [], chosen, pilots, tmp_path).make(chosen[:2], 1, lambda *_: None)
-    assert made[4:] == [("plain net", 1, 1e-3), ("plain net", 2, 1e-3)]
+    chosen = systems(file)
+    succeeded = Sweep(file, [], chosen, tmp_path).make(chosen[1:], 1, lambda *_: None)
+    assert succeeded == (rate is not None)
+    assert made[:2] == [("DLCL, optim.lr=0.001", 1, 1e-3), ("DLCL, optim.lr=0.002", 1, 2e-3)]
+    ready = [("DLCL", seed, rate) for seed in (1, 2, 3)] if rate else []
+    assert made[2:] == [*ready, ("LSTM", 1, 4e-3), ("LSTM", 2, 4e-3)]
 
 
-def test_a_plan_keeps_what_it_measured_and_removes_nothing(file, tmp_path, monkeypatch):
-    """The steps of other settings lie in another folder."""
+def test_a_plan_measures_in_a_folder_of_its_own(file, tmp_path, monkeypatch):
+    """It removes that folder and nothing else."""
     measured = []
 
     def make(runs, jobs):
         for run in runs:
-            assert run.recipe.train.max_steps == run.recipe.train.log_every == 20
+            assert run.recipe.train.max_steps == 20
             measured.append(run.folder)
-            run._found = {"seed": 1, "step_seconds": 1.8, "peak_bytes": 2**30}
+            run.found = {"seed": 1, "step_seconds": 1.8, "peak_bytes": 2**30}
 
     monkeypatch.setattr(stages, "make_runs", make)
-    chosen, pilots = systems(file)
-    said = Sweep(file, [], chosen, pilots, tmp_path).plan(chosen, 2)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "recipe.yaml").write_text("not a recipe")
+    before = sorted(tmp_path.rglob("*"))
+    chosen = systems(file)
     steps = 7 * 2000 + 4 * 7
-    assert said == (
-        f"plan: 11 runs of 3 points, {steps:,} steps; about {steps * 1.8 / 2 / 3600:.1f} hours "
-        "with 2 processes, by 20 measured steps of each point, without translation; at most "
-        "1.00 GiB in a process"
+    assert Sweep(file, [], chosen, tmp_path).plan(chosen, 2) == (
+        f"plan: runs 11, steps {steps:,}, hours {steps * 1.8 / 2 / 3600:.1f} with --jobs 2, memory "
+        "of a process 1.00 GiB; by 20 measured steps of each, without translation"
     )
-    Sweep(file, [], chosen, pilots, tmp_path).plan(chosen, 2)
-    assert measured[:3] == measured[3:]
-    measured[0].mkdir(parents=True)
-    (measured[0] / "recipe.yaml").write_text("not a recipe")
-    Sweep(file, ["optim.warmup=9"], chosen, pilots, tmp_path).plan(chosen, 2)
-    assert not set(measured[6:]) & set(measured[:3])
-    assert (measured[0] / "recipe.yaml").exists()
     endless = ["train.max_steps=null", "train.patience=3"]
-    said = Sweep(file, endless, chosen, pilots, tmp_path).plan(chosen, 2)
-    assert said.startswith("plan: 11 runs of 3 points, 28 steps; an unknown time with 2 processes")
+    said = Sweep(file, endless, chosen, tmp_path).plan(chosen, 2)
+    assert said.startswith("plan: runs 11, steps 28, hours unknown with --jobs 2")
+    assert len({folder.parent for folder in measured}) == 6
+    assert sorted(tmp_path.rglob("*")) == before
     # Runs that are as short as their measurement have no plan.
-    assert Sweep(file, ["train.max_steps=9"], chosen, pilots, tmp_path).plan(chosen, 2) is None
+    assert Sweep(file, ["train.max_steps=9"], chosen, tmp_path).plan(chosen, 2) is None
 
 
 def test_the_steps_of_runs():
+    sides = [f"{part}_{side}" for part in ("train", "dev") for side in ("source", "target")]
+    text = [f"data.{side}=x" for side in sides]
+
     def steps(*own):
-        sides = [f"{part}_{side}" for part in ("train", "dev") for side in ("source", "target")]
-        return steps_of(load_recipe("growing-big", [*(f"data.{x}=x" for x in sides), *own]))
+        return steps_of(load_recipe("growing-big", [*text, *own]))
 
     assert steps() == 400_000
+    # A short run of a model that grows has two short stages.
+    (short, *_) = (replace(point, steps=20) for point in systems("growing-big"))
+    assert steps_of(Sweep("growing-big", text, [short]).run(short, 1).recipe) == 40
     assert steps("grow.from=x") == 100_000
-    assert steps("grow.train.max_steps=7") == 300_007
-    assert steps("grow=null") == 300_000
     assert steps("grow=null", "train.max_steps=null", "train.patience=1") == math.inf
 
 
 @pytest.mark.parametrize("name", ["phrases-systems", "multi30k-depth"])
 def test_every_system_that_ships_is_a_recipe(name, tmp_path):
-    chosen, pilots = systems(name)
+    chosen = systems(name)
     files = itertools.product(("train", "dev", "test"), ("source", "target"))
     given = load_recipe(name).data.phrases is not None
     text = [] if given else [f"data.{part}_{side}=file" for part, side in files]
-    sweep = Sweep(name, text, chosen, pilots, tmp_path)
+    sweep = Sweep(name, text, chosen, tmp_path)
     recipes = {point: sweep.run(point, 1).recipe for point in chosen}
     # Pilots may choose another rate than the recipe's.
     settings = {
@@ -218,10 +198,8 @@ def test_every_system_that_ships_is_a_recipe(name, tmp_path):
     assert len({steps_of(recipe) for recipe in recipes.values()}) == 1
     assert all(recipe.train.test_bleu for recipe in recipes.values())
     if name == "phrases-systems":
-        for kind in FUSIONS:
-            (model,) = (r.model for r in recipes.values() if r.model.get("encoder_fusion") == kind)
-            assert model["decoder_fusion"] == kind
-            assert set(model.get("fusion") or {}) <= set(OPTIONS[kind])
+        fusions = [recipe.model.get("encoder_fusion") for recipe in recipes.values()]
+        assert set(FUSIONS) == set(fusions) - {None}
 
 
 @pytest.mark.parametrize(
@@ -232,7 +210,6 @@ def test_every_system_that_ships_is_a_recipe(name, tmp_path):
         (("seeds: 3", "seeds: x"), "sweep.systems.DLCL.seeds: expected an integer of at least 1"),
         (("plain net:", "plain net: 3"), "sweep.systems: expected names with their keys, got"),
         (("steps: 7", "steps: null"), "sweep.pilots.steps: expected an integer of at least 1, got"),
-        (("[0.001, 0.002]", "1e-3"), "sweep.pilots.values: expected a list of two values or more"),
         (("[0.001, 0.002]", "[2]"), "sweep.pilots.values: expected a list of two values or more"),
     ],
 )
@@ -246,25 +223,21 @@ def test_a_section_that_is_refused(file, change, sentence):
 
 
 @pytest.mark.parametrize(
-    ("overs", "overrides", "sentence"),
+    ("over", "overrides", "sentence"),
     [
-        (["model.dim"], [], "expected KEY=VALUE,VALUE, such as model.encoder_layers=6,12, got 'mo"),
-        (["=1"], [], "expected KEY=VALUE,VALUE"),
-        (["model.dim=8,,16"], [], "--over: expected KEY=VALUE,VALUE, such as"),
-        (["model.dim="], [], "--over: expected KEY=VALUE,VALUE, such as"),
-        (["model.dim=" + "[" * 1500], [], "--over: expected KEY=VALUE,VALUE, such as"),
-        (["train.seed=1,2"], [], "train.seed: expected no value here, got one: --seeds decides"),
-        (["output=a,b"], [], "output: expected no value here, got one: --output decides it"),
-        (["model.dim=16"], ["resume=true"], "resume: expected no value here, got one: --output"),
-        (["model.dim=16"], ["model.dim=8"], "model.dim: expected no value here, got one: --over"),
-        (["model.dimm=16"], [], "model.dimm: unknown key, the nearest one is dim"),
-        (["model.num_heads=2,x"], [], "model.num_heads: expected an integer of at least 1"),
-        (["model.dim=16"], ["data.dev_size=0", "data.test_size=0"], "expected dev or test pairs"),
+        ("model.dim", [], "expected KEY=VALUE,VALUE, such as model.encoder_layers=6,12, got 'mo"),
+        ("=1", [], "expected KEY=VALUE,VALUE"),
+        ("model.dim=8,,16", [], "--over model.dim=8,,16: expected YAML, got an error"),
+        ("train.seed=1,2", [], "train.seed: expected no value, got one: --seeds decides it"),
+        ("model.dim=16", ["resume=true"], "resume: expected no value, got one: --output"),
+        ("model.dimm=16", [], "model.dimm: unknown key, the nearest one is dim"),
+        ("model.num_heads=2,x", [], "model.num_heads: expected an integer of at least 1"),
+        ("model.dim=16", ["data.dev_size=0", "data.test_size=0"], "expected dev or test pairs"),
     ],
 )
-def test_refused_with_a_sentence_before_any_run(tmp_path, overs, overrides, sentence):
+def test_refused_with_a_sentence_before_any_run(tmp_path, over, overrides, sentence):
     with pytest.raises(RecipeError) as error:
-        Sweep("phrases-small", overrides, points(overs), None, tmp_path)
+        Sweep("phrases-small", overrides, points([over]), tmp_path)
     assert sentence in str(error.value)
 
 
@@ -277,5 +250,5 @@ def test_the_commands_of_the_page_can_run(tmp_path):
         recipe, *words = shlex.split(command)
         overs = [value for option, value in itertools.pairwise(words) if option == "--over"]
         given = [word for word in words if "=" in word and word not in overs]
-        chosen, pilots = (points(overs), None) if overs else systems(recipe)
-        assert len(Sweep(recipe, given, chosen, pilots, tmp_path).pilots) == len(chosen) >= 3
+        chosen = points(overs) if overs else systems(recipe)
+        assert len(Sweep(recipe, given, chosen, tmp_path).pilots) == len(chosen) >= 3

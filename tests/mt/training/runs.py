@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepfast.mt.models.checkpoint_folder import read_run, read_tensors
+from deepfast.mt.models.checkpoint import read_run
+from deepfast.mt.models.checkpoint_folder import read_tensors
 from deepfast.mt.training import load_checkpoint
 from deepfast.mt.training.trainer import Trainer
 

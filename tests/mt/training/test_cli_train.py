@@ -4,12 +4,11 @@ import io
 import os
 import shlex
 import signal
-from types import SimpleNamespace
 
 import pytest
 
 from deepfast.cli import main
-from deepfast.mt.training import dump_recipe, environment, recipe_names, train
+from deepfast.mt.training import dump_recipe, recipe_names
 from deepfast.mt.training.trainer import Trainer
 
 
@@ -53,34 +52,6 @@ def test_an_output_that_is_no_plain_word(recipe_path, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.count("\n") == 2
 
 
-@pytest.mark.exhaustive
-def test_an_interrupt_inside_an_import_ends_the_command(python):
-    program = """if True:
-        import os, signal
-        from deepfast.cli.mt.train import importing
-        with importing():
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            except BaseException:
-                pass  # as an import may do
-        print("went on")"""
-    done = python("-c", program, check=False)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "deepfast mt train: interrupted\n"
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_run_that_cannot_begin_leaves_no_folder(recipe_path, tmp_path, there):
-    """Folders that existed before stay, empty or not."""
-    if there:
-        (tmp_path / "runs" / "first").mkdir(parents=True)
-    folder = tmp_path / "runs" / "first" / "second"
-    words = [str(recipe_path), "data.train_source=/nowhere", f"output={folder}"]
-    assert main(["mt", "train", *words]) == 1
-    assert not folder.exists()
-    assert (tmp_path / "runs" / "first").exists() == (tmp_path / "runs").exists() == there
-
-
 @pytest.mark.parametrize(
     ("rank", "local", "said"),
     [("0", "0", "deepfast mt train: x: "), ("2", "0", "deepfast mt train: rank 2: x: "),
@@ -119,14 +90,13 @@ def send(monkeypatch):
      # A closed terminal sends it twice: its shell does, and the kernel.
      ([signal.SIGHUP, signal.SIGHUP], 129)],
 )  # fmt: skip
-def test_signals_have_their_exit_codes(recipe_path, send, capsys, tmp_path, numbers, code):
+def test_signals_have_their_exit_codes(recipe_path, send, capsys, numbers, code):
     before = list(map(signal.getsignal, numbers))
     send(*numbers)
     assert main(["mt", "train", str(recipe_path)]) == code
     out = capsys.readouterr().out
     assert f"{numbers[0].name}: stopped after step 1; continue from" in out
     assert "resume=true" in out
-    assert not (tmp_path / "run" / ".lock").exists()
     assert list(map(signal.getsignal, numbers)) == before
 
 
@@ -152,16 +122,3 @@ def test_an_interrupt_that_cannot_wait(recipe_path, tmp_path, send, capsys, monk
     assert main(["mt", "train", str(recipe_path)]) == 130
     assert capsys.readouterr().err.count("interrupted, no further checkpoint was written") == 2
     assert not list((tmp_path / "run").glob("step-*"))
-
-
-def test_only_the_command_changes_how_the_process_frees_memory(
-    make_recipe, recipe_path, tmp_path, monkeypatch
-):
-    changed = []
-    library = SimpleNamespace(mallopt=lambda *values: changed.append(values))
-    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
-    changes = {"memory_budget": "1GiB", "train.max_steps": 1}
-    train(make_recipe(changes | {"output": str(tmp_path / "other")}), quiet=True)
-    assert not changed
-    assert main(["mt", "train", str(recipe_path), *(f"{k}={v}" for k, v in changes.items())]) == 0
-    assert len(changed) == 1

@@ -4,7 +4,6 @@ import contextlib
 import math
 import pickle
 import shutil
-from datetime import timedelta
 
 import pytest
 import torch
@@ -100,40 +99,28 @@ EXHAUSTED = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "sentence"),
+    ("error", "sentence"),
     [
-        (RecipeError("optim.lr: wrong"), RecipeError, "rank 1: optim.lr: wrong"),
-        (NotFiniteError("step 3: nan"), NotFiniteError, "rank 1: step 3: nan"),
-        (KeyError("x"), TrainingError, "rank 1: KeyError: 'x'"),
-        (EXHAUSTED, TrainingError, "rank 1: out of memory (CUDA out of memory. Tried to allo"),
-        (LOST, TrainingError, "rank 0: no answer, killed or stopped from outside (the machine's"),
+        (RecipeError("optim.lr: wrong"), "rank 1: optim.lr: wrong"),
+        (KeyError("x"), "rank 1: KeyError: 'x'"),
+        (EXHAUSTED, "rank 1: out of memory (CUDA out of memory. Tried to allo"),
+        (LOST, "rank 0: no answer, killed or stopped from outside (the machine's"),
     ],
 )
 def test_a_rank_that_fails_is_named_by_the_first_that_notices(
-    monkeypatch, tmp_path, error, kind, sentence
+    monkeypatch, tmp_path, error, sentence
 ):
     monkeypatch.setattr(ranks, "SILENT_AFTER", 0.1)
     store = torch.distributed.HashStore()
     first, second = (Ranks(rank, 2, store) for rank in range(2))
     second.saved = tmp_path
     blamed = second.blame(error)
-    assert type(blamed) is kind
+    assert type(blamed) is TrainingError
     assert str(blamed).startswith(sentence)
     assert str(blamed).endswith(f"; last checkpoint: {tmp_path}")
     assert isinstance(first.blame(LOST), OtherRankError)
     with pytest.raises(OtherRankError, match=r"^rank [01]: "):
         second.by_first(lambda: None)
-
-
-def test_a_rank_whose_torchrun_is_gone_says_so(monkeypatch):
-    as_rank(monkeypatch, free_port(), 1, 2)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(ranks, "MEET_WITHIN", timedelta(seconds=1))
-    with (
-        pytest.raises(TrainingError, match=r"^rank 1: torchrun does not answer: .*timed out"),
-        ranks.run_ranks(torch.device("cpu"), 10),
-    ):
-        pass
 
 
 class Pair(Ranks):
@@ -193,7 +180,7 @@ def test_ddp_reduces_the_gradients_of_the_last_micro_batch_alone():
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [(True, NotFiniteError, "step 1: the loss is nan; .* is the output of encoder.layers.1.attent"),
-     (False, OtherRankError, "step 1: the loss of another rank is not finite")],
+     (False, OtherRankError, "^step 1: the loss is nan on another rank")],
 )  # fmt: skip
 def test_the_rank_whose_loss_is_not_finite_says_where(pair, bad, error, message):
     trainer, *_ = pair({})
@@ -209,8 +196,8 @@ def test_the_rank_whose_gradient_is_not_finite_says_where(pair):
     trainer, *_ = pair({})
     down = trainer.model.encoder.layers[1].feed_forward.down
     down.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.nan,))
-    where = r"the output of encoder\.layers\.1\.feed_forward\.up \(Linear\)"
-    with pytest.raises(NotFiniteError, match=f"step 1: the gradient of {where} is not finite"):
+    where = r"the gradient of the output of encoder\.layers\.1\.feed_forward\.up \(Linear\)$"
+    with pytest.raises(NotFiniteError, match=f"^step 1: the gradient is not finite; .* is {where}"):
         trainer.train_step()
 
 
@@ -240,7 +227,6 @@ def test_a_rank_trains_and_resumes_as_a_process_alone(make_recipe, train_as_rank
     one = train(make_recipe(into("one")), quiet=True).output
     whole = train_as_rank(into("whole")).output
     assert_losses_agree(one, whole)
-    assert (whole / "logs" / "rank-0.log").read_text().count("step") > 8
     half = {"train.max_steps": 4, "train.validate_every": 99, "train.average_last": 0,
             "train.test_bleu": False}  # fmt: skip
     train_as_rank(into("again") | half | {"data.dev_source": None, "data.dev_target": None})

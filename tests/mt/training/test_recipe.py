@@ -14,10 +14,8 @@ from deepfast.mt.training import (
     recipe_from_dict,
     train,
 )
-from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.recipe_file import differences
 from deepfast.mt.training.sections import DataSection
-from deepfast.policies import POLICIES
 
 FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.en",
          "data.dev_target=b.de"]  # fmt: skip
@@ -45,23 +43,13 @@ def test_python_s_own_kinds_of_paths_and_lists():
         ("grow.from=bottom.pt model.kind=depth_growing", "for a model that grows"),
     ],
 )
-def test_what_no_plan_counts_names_the_policies_that_serve(change, why):
+def test_what_no_plan_counts_is_named(change, why):
     given = ["model.encoder_connection=residual", *change.split()]
-    with pytest.raises(RecipeError) as caught:
+    told = f"^memory_budget: expected null {why}, which the planner cannot predict; set recompute "
+    with pytest.raises(RecipeError, match=told):
         load_recipe("phrases-dlcl30", [*given, "memory_budget=2GiB"])
-    text = str(caught.value)
-    start = f"memory_budget: expected null {why}, which the planner cannot predict; set recompute "
-    assert text.startswith(f"{start}to one of none, ")
-    offered = text.partition("one of ")[2].removesuffix(", got '2GiB'").split(", ")
-    for policy in POLICIES:
-        chosen = [*given, f"recompute={policy}"]
-        if policy in offered:
-            # A policy by name needs no plan.
-            assert load_recipe("phrases-dlcl30", chosen).recompute == policy
-        elif "grow" not in change:
-            with pytest.raises(RecipeError, match=rf"^recompute: expected one of.*'{policy[:5]}"):
-                load_recipe("phrases-dlcl30", chosen)
-    # What the planner can predict is not refused.
+    # A policy by name needs no plan.
+    assert load_recipe("phrases-dlcl30", [*given, "recompute=ffn"]).recompute == "ffn"
     assert load_recipe("phrases-dlcl30", ["memory_budget=2GiB"]).memory_budget == "2GiB"
 
 
@@ -88,11 +76,11 @@ def test_overrides_replace_nested_values_and_a_file_gives_them_back(tmp_path):
 
 def test_a_path_may_begin_with_the_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    paths = ["data.vocabulary=~/v", "output=~/o", "resume=~/r", "grow.from=~/f"]
+    paths = ["data.vocabulary=~/v", "output=~/o", "grow.from=~/f"]
     recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
     assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
-    found = recipe.data.vocabulary, recipe.output, recipe.resume, recipe.grow["from"]
-    assert found == ("/home/me/v", "/home/me/o", "/home/me/r", "/home/me/f")
+    found = recipe.data.vocabulary, recipe.output, recipe.grow["from"]
+    assert found == ("/home/me/v", "/home/me/o", "/home/me/f")
 
 
 def test_languages_are_text():
@@ -111,13 +99,6 @@ def test_differences_of_sections():
     assert differences(old, new) == expected
 
 
-def test_sizes_are_base_and_big():
-    base = load_recipe("translate", [*FILES, "model.ffn_dim=1024"]).model_config(99)
-    assert (base.dim, base.num_heads, base.ffn_dim, base.vocab_size) == (512, 8, 1024, 99)
-    big = load_recipe("translate", [*FILES, "model.size=big"]).model_config(99)
-    assert (big.dim, big.num_heads, big.ffn_dim) == (1024, 16, 4096)
-
-
 LONG = "x" * 5000
 REFUSED = {
     "phrases-small": [
@@ -130,9 +111,7 @@ REFUSED = {
         # What is long is shortened.
         (f"optim.lr={LONG}", "optim.lr: expected a number above 0, got 'xxx"),
         (f"optim.lr=[{LONG}", "expected YAML, got an error at line 1: expected ',' or ']', but"),
-        (f"optim.lr={10**400}", "optim.lr: expected a number above 0, got 1000"),
         (f"{LONG}=1", "xxx: unknown key, expected data, model, optim, "),
-        (LONG, "expected key=value, such as optim.lr=2e-3"),
         # Types and limits, each of them once.
         ("optim=3", "optim: expected keys and values, got 3"),
         ("optim.lr=-1", "optim.lr: expected a number above 0, got -1"),
@@ -140,25 +119,17 @@ REFUSED = {
         ("optim.lr=.nan", "optim.lr: expected a number above 0, got nan"),
         ("optim.lr='1e-3'", "optim.lr: expected a number above 0, got '1e-3'"),
         ("optim.lr=true", "optim.lr: expected a number above 0, got True"),
-        ("optim.betas=0.9", "optim.betas: expected a list of 2 numbers in [0, 1), got 0.9"),
         ("optim.betas=[true, 0.1]", "expected a list of 2 numbers in [0, 1), got [True, 0.1]"),
-        ("optim.clip_norm=0", "optim.clip_norm: expected a number above 0 or null, got 0"),
-        ("optim.accumulate=0", "optim.accumulate: expected an integer of at least 1, got 0"),
         ("optim.schedule=linear", "expected one of inverse_sqrt, constant, got 'linear'"),
         ("train.max_steps=true", "expected an integer of at least 1 or null, got True"),
         ("train.deterministic=no", "train.deterministic: expected true or false, got 'no'"),
         ("train.threads=1025", "an integer of at least 1 and at most 1024 or null, got 1025"),
-        ("train.seed=18446744073709551616", "seed: expected an integer of at least -92233"),
         ("data.vocab_size=4", "data.vocab_size: expected an integer above 4 and below 214"),
-        ("decode.beam=0", "decode.beam: expected an integer of at least 1"),
-        ("decode.length_penalty=11", "expected a number of at least 0 and at most 10"),
-        ("resume=''", "resume: expected true or false or a file, got ''"),
-        ("output=~no-such-user/x", "output: expected a folder, ./~NAME for one that begins with"),
-        ('output="a\\0b"', r"for one that begins with ~, got 'a\x00b'"),
+        ("resume=step-00000004", "resume: expected true or false, got 'step-00000004'"),
+        ('output="a\\0b"', r"output: expected a folder, got 'a\x00b'"),
         ("memory_budget=less", "memory_budget: expected a size such as 24GiB or null, got 'less'"),
         # What does not fit the rest of the recipe.
         ("recompute=ffn memory_budget=1GiB", "memory_budget: expected null with recompute"),
-        ("recompute=layer+input model.encoder_connection=residual", "is residual, got 'layer+inp"),
         ("optim.restart_step=3", "restart_lr: expected a rate if restart_step is set, else null"),
         ("optim.restart_accumulate=2", "optim.restart_accumulate: expected null without a restart"),
         ("optim.l2=1 optim.weight_decay=1", "optim.l2: expected 0 if optim.weight_decay is set"),
@@ -167,9 +138,7 @@ REFUSED = {
         ("train.patience=2 data.dev_size=0", "train.patience: expected null or false without dev"),
         ("train.test_bleu=true data.test_size=0", "null or false without test pairs, which data.t"),
         ("data.phrases=[de, it]", "data.phrases: expected one or more of de, fr, es or null, got"),
-        ("data.phrases=[]", "data.phrases: expected one or more of de, fr, es or null, got []"),
         ("data.languages=[de, fr]", "data.languages: expected null with data.phrases"),
-        ("data.phrases=null data.direction=many-to-one", "one-to-many without data.phrases"),
         ("data.train_source=a", "null with data.phrases; set data.phrases=null with files"),
         ("data.target_language=Chinese", "expected a language's code such as de or zh or null"),
         ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
@@ -209,7 +178,6 @@ REFUSED = {
                 ("[de]", "two or more names such as de or zh-CN or null, got ['de']"),
                 ("[de,de]", "each language once, got ['de', 'de']"),
                 ("[<de>,fr]", "two or more names such as de or zh-CN or null, got ['<de>', 'fr']"),
-                ("[de,s]", "names other than those in <pad> <unk> <s> </s>, got ['de', 's']"),
                 ("de,,fr", "two or more names such as de or zh-CN or null, got 'de,,fr'"),
             )
         ),
@@ -236,20 +204,10 @@ def test_text_is_asked_for_when_training_begins(tmp_path):
     assert "phrases: null" in dump_recipe(recipe)
     with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
         train(recipe)
-    with pytest.raises(RecipeError, match="data: expected text to train on, got none"):
-        load_corpus(recipe.data, seed=1, folder=tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def doubled(first, join, times=40):
-    """Anchors a0 to aN, each with twice what the one before holds."""
-    lines = [f"a0: &a0 {first}"]
-    lines += [f"a{i}: &a{i} {join.format(f'*a{i - 1}, *a{i - 1}')}" for i in range(1, times + 1)]
-    return "\n".join(lines)
-
-
 BAD = "expected YAML, got an error"
-HUGE = f"{BAD}: more than 10000 keys and values, with those of its aliases"
 
 
 @pytest.mark.parametrize(
@@ -263,16 +221,11 @@ HUGE = f"{BAD}: more than 10000 keys and values, with those of its aliases"
         ("train: !!python/name:os.system x", f"{BAD} at line 1: could not determine a constructor"),
         ("train: !!bool x", BAD),
         ("train: !!int ''", BAD),
-        (f"resume: {'9' * 5000}", f"{BAD}: an integer of 500"),
-        (f"resume: 0x{'f' * 5000}", f"{BAD}: an integer of 500"),
+        (f"resume: {'9' * 5000}", f"{BAD}: Exceeds the limit (4300 digits) for integer string"),
         ("optim:\n  lr: [1\n", f"{BAD} at line 3: expected ',' or ']', but got '<stream end>'"),
         ("model: \0\n", f"{BAD}: unacceptable character #x0000: special characters are not"),
         ("%YAML 1.1\n---\ntrain: {deterministic: no}", "expected YAML without directives"),
         ("# Mine.\n%YAML 1.1\n---\ndata: {languages: [no, sv]}", "expected YAML without direct"),
-        (doubled("[x, x]", "[{}]") + "\nmodel: *a40", HUGE),
-        (doubled("{lr: 1}", "{{<<: [{}]}}") + "\noptim: {<<: [*a40, *a40]}", HUGE),
-        ("optim: &o {<<: *o}", HUGE),
-        ("model: &m {latent: *m}", HUGE),
         ("just text", "expected keys and values, got 'just text'"),
         ("", "expected keys and values, got None"),
     ],
@@ -296,15 +249,13 @@ def test_aliases_and_merge_keys_serve(tmp_path):
     path.write_text(f"train: {same}\ngrow: {{train: *same}}\n")
     recipe = load_recipe(path, ["data.phrases=de", "train.max_steps=7"])
     assert (recipe.train.max_steps, recipe.grow["train"]["max_steps"]) == (7, 9)
+    path.write_text("model: &m {latent: *m}\n")
+    with pytest.raises(RecipeError, match=r"^model\.latent: expected no options .*\.\.\.}}}$"):
+        load_recipe(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("phrasessmall", ", the nearest one is phrases-small"),
-        ("q", ": deepfast mt train --list names them"),
-    ],
-)
-def test_an_unknown_recipe_names_the_nearest(name, hint):
-    with pytest.raises(RecipeError, match=f"or the name of a shipped recipe{hint}$"):
-        load_recipe(name)
+def test_an_unknown_recipe_names_the_nearest():
+    near, none = ", the nearest one is phrases-small", ": deepfast mt train --list names them"
+    for name, hint in (("phrasessmall", near), ("q", none)):
+        with pytest.raises(RecipeError, match=f"or the name of a shipped recipe{hint}$"):
+            load_recipe(name)

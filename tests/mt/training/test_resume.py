@@ -1,17 +1,18 @@
 """What a run saves to resume from, and what it does where that is damaged, copied or cut short."""
 
+import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
 
 from deepfast.mt.models import DepthGrowing
-from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, saving, train
-from deepfast.mt.training.run_folder import newest_checkpoints, prune
+from deepfast.mt.training.run_folder import prune
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, die, names
+from tests.mt.training.runs import assert_same_runs, at_step, die, names, rows
 
 FIRST, SECOND, THIRD = (f"step-{step:08d}" for step in (4, 8, 12))
 
@@ -76,118 +77,57 @@ def damage(path):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_where_the_newest_are_damaged_the_newest_intact_one_is_named(make_recipe, finished, count):
-    """And it can be continued as the sentence says."""
+def test_a_damaged_newest_step_is_named_and_without_it_the_run_goes_on(make_recipe, finished):
     folder = finished()
-    newest_first = [folder / name for name in (THIRD, SECOND, FIRST)]
-    damaged, rest = newest_first[:count], newest_first[count:]
-    for path in damaged:
-        damage(path)
-    with pytest.raises(CheckpointError, match=rf"^{damaged[0]}: .* damaged") as error:
+    damage(folder / THIRD)
+    with pytest.raises(CheckpointError, match=rf"^{folder / THIRD}: .* damaged"):
         train(make_recipe({"resume": True}), quiet=True)
-    if not rest:
-        assert str(error.value).endswith("; no other one is intact")
-        return
-    moved = ", ".join(path.name for path in damaged)
-    assert str(error.value).endswith(
-        f"; the newest intact one is {rest[0]}: move {moved} out of the folder and continue with "
-        f"resume={rest[0]}"
-    )
-    for path in damaged:
-        path.rename(folder.parent / path.name)
-    assert train(make_recipe({"resume": str(rest[0])}), quiet=True).step == 12
-    assert load_checkpoint(damaged[0])["step"] == 12
+    shutil.rmtree(folder / THIRD)
+    assert train(make_recipe({"resume": True}), quiet=True).step == 12
 
 
-def test_a_copy_is_resumed_by_its_step_not_by_its_name(make_recipe, finished):
-    folder = finished({"train.max_steps": 8})
-    copy = shutil.copytree(folder / FIRST, folder / "step-good")
-    with pytest.raises(CheckpointError, match=f"no checkpoint later than {copy}, got {SECOND}"):
-        train(make_recipe({"resume": str(copy)}), quiet=True)
-    false = shutil.copytree(folder / FIRST, folder / "step-00000099")
-    told = f"^{false}: expected a checkpoint of that step, got one of step 4"
-    with pytest.raises(CheckpointError, match=told):
-        train(make_recipe({"resume": str(false)}), quiet=True)
-    with pytest.raises(CheckpointError, match=f"{told}; the newest intact one is .*{SECOND}"):
-        train(make_recipe({"resume": True}), quiet=True)
-    shutil.rmtree(false)
-    good = shutil.copytree(folder / SECOND, folder / "step-better")
-    assert train(make_recipe({"resume": str(good)}), quiet=True).step == 12
-
-
-def test_a_file_does_not_continue_in_the_folder_of_another_run(
-    make_recipe, whole_run, killed_at, tmp_path
-):
-    other = whole_run({})
-    killed_at(3)
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"run: expected a new folder.*\(metrics\.jsonl\)"):
-        train(make_recipe({"resume": str(other.checkpoint)}), quiet=True)
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
-
-
-def test_in_a_new_folder_the_best_is_the_best_of_that_folder(make_recipe, tmp_path, monkeypatch):
-    curve = {5: 2.0, 8: 2.5, 10: 3.0, 12: 4.0}
-    monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
-    first = train(make_recipe({"train.max_steps": 8, "train.validate_every": 5}), quiet=True)
-    changes = {"resume": str(first.checkpoint), "output": str(tmp_path / "other")}
-    result = train(make_recipe(changes | {"train.test_bleu": True}), quiet=True)
-    assert (result.best, result.best_nll) == (tmp_path / "other" / "best.pt", 3.0)
-    assert load_checkpoint(result.best)["step"] == 10
-
-
-def _of_another_step(folder):
-    content = load_checkpoint(folder / "best.pt")
-    (folder / "best.pt").unlink()
-    save_checkpoint(folder / "best.pt", content | {"step": 4})
-
-
-def _cut_short(folder):
-    (folder / "best.pt").write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "why"), [(_of_another_step, "best.pt is of step 4"), (_cut_short, "is damaged"),
-                       (None, "the dev text")],
-)  # fmt: skip
+@pytest.mark.parametrize("why", ["no best.pt in this folder", "the dev text"])
 def test_a_best_that_is_not_that_of_the_run_is_forgotten(
-    make_recipe, monkeypatch, capsys, corpus, tmp_path, spoil, why
+    make_recipe, monkeypatch, capsys, corpus, tmp_path, why
 ):
-    """As where a run was killed between a best and the next checkpoint."""
     curve = {5: 1.0, 8: 2.5, 10: 3.0, 12: 4.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
     changes = {"resume": True}
-    if spoil:
-        spoil(folder)
-    else:
+    if why == "the dev text":
         for side, suffix in (("source", "en"), ("target", "de")):
             lines = (corpus / f"dev.{suffix}").read_text("utf-8").splitlines(keepends=True)
             (tmp_path / suffix).write_text("".join(lines[:7]), "utf-8")
             changes[f"data.dev_{side}"] = str(tmp_path / suffix)
+    else:
+        (folder / "best.pt").unlink()
     result = train(make_recipe(changes))
     assert f"{why}; the next validation is the best so far\n" in capsys.readouterr().out
     assert (result.best_nll, load_checkpoint(result.best)["step"]) == (3.0, 10)
 
 
-def test_a_damaged_checkpoint_of_the_average_is_named_with_a_way_on(make_recipe, finished):
-    folder = finished()
-    damage(folder / SECOND)
-    with pytest.raises(CheckpointError, match=rf"^{folder / SECOND}: .*; all steps are done"):
-        train(make_recipe({"resume": True}), quiet=True)
-    shutil.rmtree(folder / SECOND)
-    assert train(make_recipe({"resume": True}), quiet=True).average == folder / "average.pt"
+def test_a_run_that_ends_where_it_was_resumed_keeps_what_it_found_there(
+    make_recipe, monkeypatch, whole_run
+):
+    """It validates, and a longer run knows of that."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+        train(make_recipe(), quiet=True)
+    ended = train(make_recipe({"train.max_steps": 6, "resume": True}), quiet=True)
+    assert (ended.step, load_checkpoint(ended.best)["step"]) == (6, 6)
+    longer = train(make_recipe({"resume": True}), quiet=True)
+    losses = [row["loss"] for row in rows(longer.output, "train")]
+    assert losses == [row["loss"] for row in rows(whole_run({}).output, "train")]
+    assert longer.best_nll == min(row["nll"] for row in rows(longer.output, "valid"))
 
 
-def test_steps_that_are_not_planned_are_neither_kept_nor_averaged(tmp_path):
+def test_steps_that_are_not_planned_are_not_kept(tmp_path):
     paths = [tmp_path / f"step-{step:08d}" for step in (4, 6, 8, 10, 12, 13)]
     for path in (*paths, tmp_path / "step-00000002-good"):
         path.mkdir()
-    second, third, newest = (paths[i] for i in (2, 4, 5))
-    assert newest_checkpoints(tmp_path, 3, 4) == [second, third, newest]
     prune(tmp_path, 2, 4)
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "step-00000002-good", second, third, newest]
+    kept = [tmp_path / "step-00000002-good", *(paths[i] for i in (2, 4, 5))]
+    assert sorted(tmp_path.iterdir()) == kept
 
 
 def test_a_finished_run_saves_no_step_again(make_recipe, finished):

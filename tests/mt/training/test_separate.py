@@ -1,12 +1,9 @@
 """Source and target with vocabularies of their own: learned or ready, and to translate with."""
 
-import pickle
-
 import pytest
 
 from deepfast.cli import main
-from deepfast.files import DataError
-from deepfast.mt.data import SeparateVocabularies, Vocabulary
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import train
 
@@ -18,25 +15,9 @@ def sides(corpus):
     return tuple(map(Vocabulary.train, texts, (50, 60)))
 
 
-def test_each_side_has_its_own_pieces(sides, corpus):
-    (source, target), both = sides, SeparateVocabularies(*sides)
-    pair = [(corpus / f"dev.{side}").read_text("utf-8").split("\n")[0] for side in ("en", "de")]
-    assert both.encode_pairs([pair]) == [(source.encode(pair[0]), target.encode(pair[1]))]
-    assert both.decode(target.encode(pair[1])) == pair[1]
-    assert both.words(pair[0]) == source.words(pair[0])
-    assert (len(both), both.target_size, source.target) == (50, 60, source)
-    content = both.to_bytes()
-    for copy in (Vocabulary.from_bytes(content), pickle.loads(pickle.dumps(both))):
-        assert (copy, hash(copy), copy.target) == (both, hash(both), target)
-        assert copy.fingerprint() == both.fingerprint() != source.fingerprint()
-    assert both not in (source, SeparateVocabularies(target, source))
-    with pytest.raises(DataError, match="vocabulary: "):
-        Vocabulary.from_bytes(content[:-40])
-
-
 @pytest.mark.parametrize("ready", [False, True])
 def test_trains_and_translates(make_recipe, corpus, sides, tmp_path, capsys, ready):
-    both = SeparateVocabularies(*sides)
+    both = sides[0].with_target(sides[1])
     both.save(tmp_path / "vocabulary.model")
     changes = {"data.vocab_size": 50, "data.target_vocab_size": 60}
     if ready:

@@ -26,7 +26,6 @@ import torch
 from deepfast.cli import main
 from deepfast.mt.training import dump_recipe, load_checkpoint, saving, train
 from deepfast.mt.training.ranks import restarts
-from deepfast.mt.training.run_folder import only_run
 from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import assert_losses_agree, assert_same_runs, names, rows
 
@@ -84,7 +83,7 @@ def disk(trainer):
 
 def stopped_before_save(trainer):
     """In what the first rank does while the others wait for it."""
-    saving.shutil.rmtree = lambda *args, **options: stopped(trainer)
+    saving.make_folder = lambda folder: stopped(trainer)
 
 
 FAULTS = {
@@ -97,7 +96,6 @@ FAULTS = {
     "killed_in_save": (lambda trainer: in_save(trainer, lambda: killed(trainer)), SILENT),
     "stopped": (stopped, SILENT),
     "stopped_before_save": (stopped_before_save, SILENT),
-    "vanished": (lambda trainer: shutil.rmtree(trainer.recipe.output), None),
     # torchrun passes the signal on to all ranks.
     "scheduler": (lambda trainer: os.kill(os.getppid(), signal.SIGTERM), None),
     "torchrun_killed": (lambda trainer: os.kill(os.getppid(), signal.SIGKILL), None),
@@ -238,19 +236,6 @@ def test_every_model_has_the_losses_of_one_process(torchrun, make_recipe, tmp_pa
             assert_losses_agree(one / stage, tmp_path / name / stage)
 
 
-def test_a_shipped_recipe_runs_as_it_is(python, tmp_path):
-    steps = ("train.max_steps=4", "train.validate_every=2", f"output={tmp_path}")
-    said = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "deepfast",
-        "mt", "train", "phrases-small", *steps, OMP_NUM_THREADS="1", timeout=150,
-    ).stdout  # fmt: skip
-    assert said.count("stopped by max_steps") == 1
-    assert "deepfast mt translate" in said
-    done = python("-m", "deepfast", "mt", "prune", str(tmp_path / "step-00000004"), "--output",
-                  str(tmp_path / "model.safetensors"))  # fmt: skip
-    assert "transformer of step 4" in done.stdout
-
-
 def faulty(*faults, **changes):
     return {fault: {"parallel.timeout": 8.0} | changes for fault in faults}
 
@@ -263,22 +248,6 @@ def check(folder, fault, told, rank=1):
     assert load_checkpoint(folder / SAVED)["step"] == 4
 
 
-def test_ranks_go_on_to_the_next_recipe_after_a_fault(torchrun, tmp_path):
-    with only_run(tmp_path / "locked"):
-        done = torchrun(2, faulty("locked", "vanished", "nan"))
-    locked, vanished, told = done.told
-    assert locked.startswith(f"rank 0: {tmp_path / 'locked'}: expected a folder that no other run")
-    # No checkpoint is named, because none is left.
-    folder = tmp_path / "vanished"
-    assert re.fullmatch(f"rank 0: {folder}/metrics.jsonl: expected .* during the run", vanished)
-    assert not folder.exists()
-    assert told.endswith(f"; last checkpoint: {tmp_path / 'nan' / SAVED}")
-    for fault in ("locked", "vanished", "nan"):
-        for rank in (0, 1):
-            assert done.out.count(f"{fault}: rank {rank} ends with 1") == 1, done.out
-    assert done.code != 0
-
-
 def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
     done = torchrun(2, faulty("killed"), "--max-restarts", "1")
     assert done.code == 0, done.error
@@ -288,8 +257,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
     folder = tmp_path / "killed"
     assert f"resumed from {folder / SAVED} at step 4" in done.out
     assert [row["step"] for row in rows(folder, "train")] == list(range(1, 13))
-    for rank in (0, 1):
-        assert "step     12" in (folder / "logs" / f"rank-{rank}.log").read_text()
 
 
 @pytest.mark.parametrize("fault", [fault for fault, (_, sentence) in FAULTS.items() if sentence])
@@ -309,7 +276,7 @@ def test_a_scheduler_stops_all_ranks_with_a_checkpoint(torchrun, tmp_path, kind)
     done = torchrun(2, faulty("scheduler", **{"parallel.kind": kind}))
     assert done.code != 0
     assert done.seconds < 60
-    (step,) = re.findall(r"SIGTERM on rank \d: stopped after step (\d+); continue from", done.out)
+    (step,) = re.findall(r"SIGTERM: stopped after step (\d+); continue from", done.out)
     assert load_checkpoint(tmp_path / "scheduler" / f"step-{int(step):08d}")["step"] == int(step)
 
 

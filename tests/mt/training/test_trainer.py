@@ -2,6 +2,7 @@
 
 import math
 import os
+import weakref
 
 import pytest
 import torch
@@ -113,28 +114,30 @@ def test_a_nan_loss_names_step_and_module(make_trainer, name, module):
     assert trainer.step == 1
 
 
-def test_the_rerun_draws_what_the_step_drew_and_keeps_no_graph(make_trainer):
+def test_the_rerun_draws_what_the_step_drew_and_keeps_one_graph(make_trainer):
     trainer = make_trainer({"model.dropout": 0.5, "optim.accumulate": 3})
-    drawn, kept = [], []
+    drawn, outputs, alive = [], [], []
 
     def poison(module, inputs, output):
+        alive.append(sum(output() is not None for output in outputs))
         drawn.append(torch.rand(()).item())
-        kept.append(output.requires_grad)
-        return output * (math.inf if len(drawn) % 3 == 0 else 1.0)
+        output = output * (math.inf if len(drawn) % 3 == 0 else 1.0)
+        outputs.append(weakref.ref(output))
+        return output
 
     trainer.model.decoder.layers[0].feed_forward.up.register_forward_hook(poison)
     with pytest.raises(NotFiniteError, match=r"decoder\.layers\.0\.feed_forward\.up \(Linear\)"):
         trainer.train_step()
     assert drawn[:3] == drawn[3:]
-    assert kept == [True] * 3 + [False] * 3
+    assert alive == [0] * 6
 
 
 def test_a_finite_loss_with_a_bad_gradient_names_the_parameter(make_trainer):
     trainer = make_trainer()
     bias = trainer.model.encoder.layers[2].feed_forward.up.bias
     bias.register_hook(lambda grad: grad * math.nan)
-    name = "encoder.layers.2.feed_forward.up.bias"
-    with pytest.raises(NotFiniteError, match=f"step 1: the gradient of {name} is not finite"):
+    told = "step 1: the gradient is not finite; the first value that is not finite is the gradient "
+    with pytest.raises(NotFiniteError, match=f"^{told}of encoder.layers.2.feed_forward.up.bias$"):
         trainer.train_step()
 
 
@@ -198,16 +201,3 @@ def test_the_gradient_norm_of_every_layer(make_trainer):
     model.encoder.layers[1].requires_grad_(False)
     twin.train_step()
     assert [norm is None for norm in twin.take_metrics()["grad_norm_encoder"]] == [0, 1, 0]
-
-
-def test_the_gradient_norms_of_an_lstm(make_trainer):
-    trainer = make_trainer({"model": dict(LSTM, encoder_layers=2), "optim.clip_norm": None})
-    trainer.train_step()
-    row, model = trainer.take_metrics(), trainer.model
-    parts = {"encoder_1": model.columns[0], "encoder_2": model.columns[1], "decoder": model.decoder}
-    for name, layers in parts.items():
-        expected = [literal_norm([layer]) for layer in layers]
-        assert row[f"grad_norm_{name}"] == pytest.approx(expected, rel=1e-5)
-    for name, part in (("embedding", model.source_embedding), ("output", model.softmax),
-                       ("target_embedding", model.target_embedding)):  # fmt: skip
-        assert row[f"grad_norm_{name}"] == pytest.approx(literal_norm([part]), rel=1e-5)
