@@ -298,76 +298,75 @@ DEEPFAST_INLINE vec_t<uint64_t, N> multiply_low_halves(vec_t<uint64_t, N> a, uin
   return (a & uint64_t{0xffffffffu}) * factor;
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define DEEPFAST_SHUFFLE 1
+// Lane i is lane I_i of a and b, whose lanes are counted after those of a.
+template <class V, int... I>
+DEEPFAST_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, decltype(a == b){I...});
 #endif
-#endif
+}
 
-#if defined(DEEPFAST_SHUFFLE)
 template <int By, class V, int... I>
 DEEPFAST_INLINE V rotate_lanes(V v, std::integer_sequence<int, I...>) {
   constexpr int N = sizeof...(I);
-  return __builtin_shufflevector(v, v, ((I + By) % N)...);
+  return shuffle(v, v, std::integer_sequence<int, (I + By) % N...>{});
 }
-template <class A, int N, int By = N / 2>
-DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
-  if constexpr (By == 0)
-    return v[0];
+// Each lane is the sum, or the largest value, of the lanes that lie a multiple of Apart from it.
+template <class A, int N, int Apart = 1, int By = N / 2>
+DEEPFAST_INLINE vec_t<A, N> sums_over_lanes(vec_t<A, N> v) {
+  if constexpr (By < Apart)
+    return v;
   else
-    return sum_lanes<A, N, By / 2>(v + rotate_lanes<By>(v, std::make_integer_sequence<int, N>{}));
+    return sums_over_lanes<A, N, Apart, By / 2>(
+        v + rotate_lanes<By>(v, std::make_integer_sequence<int, N>{}));
 }
-template <class A, int N, int By = N / 2>
-DEEPFAST_INLINE A max_lanes(vec_t<A, N> v) {
-  if constexpr (By == 0) {
-    return v[0];
+template <class A, int N, int Apart = 1, int By = N / 2>
+DEEPFAST_INLINE vec_t<A, N> max_over_lanes(vec_t<A, N> v) {
+  if constexpr (By < Apart) {
+    return v;
   } else {
     const auto other = rotate_lanes<By>(v, std::make_integer_sequence<int, N>{});
-    return max_lanes<A, N, By / 2>(v > other ? v : other);
+    return max_over_lanes<A, N, Apart, By / 2>(v > other ? v : other);
   }
-}
-#else
-template <class A, int N>
-DEEPFAST_INLINE A max_lanes(vec_t<A, N> v) {
-  A most = v[0];
-  for (int i = 1; i < N; ++i) most = v[i] > most ? v[i] : most;
-  return most;
 }
 template <class A, int N>
 DEEPFAST_INLINE A sum_lanes(vec_t<A, N> v) {
-  A x[N];
-  memcpy(x, &v, sizeof(v));
-  for (int half = N / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
+  return sums_over_lanes<A, N>(v)[0];
 }
-#endif
+template <class A, int N>
+DEEPFAST_INLINE A max_lanes(vec_t<A, N> v) {
+  return max_over_lanes<A, N>(v)[0];
+}
 
-#if defined(DEEPFAST_SHUFFLE)
-template <class V, int... I>
+// Where lane i of a sum of two vectors comes from, each of which has the sums of Sums vectors in parts:
+// half 0 or 1 of the parts. First within 16 bytes, because a processor takes longer to move lanes
+// further, and then 16 bytes at a time.
+template <class A, int N, int Sums>
+constexpr int lane_of_sum(int i, int half) {
+  constexpr int kBlock = 16 / static_cast<int>(sizeof(A));
+  const int within = i % kBlock, part = within / Sums;
+  if (Sums < kBlock)
+    return i - within + half * kBlock / 2 + part / 2 * Sums + within % Sums + part % 2 * N;
+  return 2 * (i - within) + half * kBlock + within;
+}
+template <class A, int N, int Sums, class V, int... I>
 DEEPFAST_INLINE V sums_of_pairs(V a, V b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+  return shuffle(a, b, std::integer_sequence<int, lane_of_sum<A, N, Sums>(I, 0)...>{}) +
+         shuffle(a, b, std::integer_sequence<int, lane_of_sum<A, N, Sums>(I, 1)...>{});
 }
 // Lane j is the sum of the lanes of v[j].
-template <class A, int N, int Left = N>
+template <class A, int N, int Sums = 1>
 DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(vec_t<A, N>* v) {
-  if constexpr (Left == 1) {
+  if constexpr (Sums == N) {
     return v[0];
   } else {
-    DEEPFAST_UNROLL
-    for (int j = 0; j < Left / 2; ++j)
-      v[j] = sums_of_pairs(v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
-    return sums_of_lanes<A, N, Left / 2>(v);
+    DEEPFAST_UNROLL for (int j = 0; j < N / Sums / 2; ++j) v[j] = sums_of_pairs<A, N, Sums>(
+        v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
+    return sums_of_lanes<A, N, 2 * Sums>(v);
   }
 }
-#else
-template <class A, int N>
-DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(const vec_t<A, N>* v) {
-  vec_t<A, N> sums;
-  for (int j = 0; j < N; ++j) sums[j] = sum_lanes<A, N>(v[j]);
-  return sums;
-}
-#endif
 
 // Calls f(Lanes<N>, i) over [0, n): whole vectors first, then single lanes.
 template <class A, class F>

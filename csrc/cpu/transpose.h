@@ -6,38 +6,26 @@
 namespace deepfast {
 namespace DEEPFAST_ISA {
 
-#if defined(DEEPFAST_SHUFFLE)
 // The halves of two rows' blocks of 2 * Half columns, exchanged so that a block becomes its
 // transpose when Half goes through all powers of two.
 template <int Half, class V, int... I>
 DEEPFAST_INLINE void exchange(V& a, V& b, std::integer_sequence<int, I...>) {
   constexpr int N = sizeof...(I);
-  const V low = __builtin_shufflevector(a, b, ((I & Half) ? N + I - Half : I)...);
-  b = __builtin_shufflevector(a, b, ((I & Half) ? N + I : I + Half)...);
+  const V low =
+      shuffle(a, b, std::integer_sequence<int, ((I & Half) ? N + I - Half : I)...>{});
+  b = shuffle(a, b, std::integer_sequence<int, ((I & Half) ? N + I : I + Half)...>{});
   a = low;
 }
 
 template <class A, int N, int Half = N / 2>
 DEEPFAST_INLINE void transpose_block(vec_t<A, N>* rows) {
   if constexpr (Half > 0) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i)
+    DEEPFAST_UNROLL for (int i = 0; i < N; ++i)
       if ((i & Half) == 0)
         exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, N>{});
     transpose_block<A, N, Half / 2>(rows);
   }
 }
-#else
-template <class A, int N>
-DEEPFAST_INLINE void transpose_block(vec_t<A, N>* rows) {
-  for (int i = 0; i < N; ++i)
-    for (int j = 0; j < i; ++j) {
-      const A x = rows[i][j];
-      rows[i][j] = rows[j][i];
-      rows[j][i] = x;
-    }
-}
-#endif
 
 // out (columns, rows) = in (rows, columns). The distances between rows are whole vectors; what lies
 // behind the last column of `in` is copied, and zeros are behind the last column of `out`.
