@@ -25,7 +25,7 @@ class AddedResiduals(AttentionResiduals):
     def __init__(self, num_layers: int, dim: int, *, additive: str, **options):
         checks.choice(OP, KINDS, additive=additive)
         super().__init__(num_layers, dim, **options)
-        self.gamma = nn.Parameter(torch.zeros(self.rows)) if additive == "gated" else None
+        self.gamma = nn.Parameter(self.query.new_zeros(self.rows)) if additive == "gated" else None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -81,7 +81,7 @@ def connect(
 
     Returns:
         The connection, a `deepfast.nn.DLCL` or `deepfast.nn.AttentionResiduals`, with its
-        parameters on the device of the layers.
+        parameters on the device of the layers, in at least fp32, unless ``options`` say otherwise.
 
     Raises:
         TypeError, ValueError: for a parent that cannot be connected.
@@ -138,11 +138,12 @@ def connect(
         make = functools.partial(make, kind=AddedResiduals)
         options = options | {"additive": additive}
     dim = _width(config, layer_list[0]) if dim is None else dim
-    made = make(connection, len(layer_list), dim, norm, options)
     weight = next(layer_list.parameters(), None)
     if weight is not None:
         # In float32 even where the default dtype has 16 bits, as while transformers loads a model.
-        made.to(weight.device, torch.promote_types(torch.get_default_dtype(), torch.float32))
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        options = {"device": weight.device, "dtype": dtype} | options
+    made = make(connection, len(layer_list), dim, norm, options)
     parent.add_module(NAME, made.train(parent.training))
     settings = Settings(
         parent=kind,

@@ -140,6 +140,7 @@ class AttentionResiduals(DepthConnection):
         state_dtype: dtype of the states under autocast, as in `DLCL`.
         eps: added to the mean square in the RMSNorm.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Attributes:
         query: w (rows, D); row l feeds the reader l + 1.
@@ -166,6 +167,8 @@ class AttentionResiduals(DepthConnection):
         state_dtype: torch.dtype | None = torch.float32,
         eps: float = 1e-6,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         sizes = {"block": block, "window": window}
         given = {name: size for name, size in sizes.items() if size is not None}
@@ -187,9 +190,13 @@ class AttentionResiduals(DepthConnection):
         )  # fmt: skip
         self.reads, self.block, self.window = reads, block, window
         self.score_function, self.scale = score_function, scale
-        self.query = nn.Parameter(torch.empty(rows, dim))
-        self.norm_weight = nn.Parameter(torch.empty(rows, dim)) if norm_affine else None
-        self.bias = nn.Parameter(torch.empty(rows, rows)) if score_function == "relu" else None
+        factory: dict = {"device": device, "dtype": dtype}
+        self.query = nn.Parameter(torch.empty(rows, dim, **factory))
+        self.norm_weight = self.bias = None
+        if norm_affine:
+            self.norm_weight = nn.Parameter(torch.empty(rows, dim, **factory))
+        if score_function == "relu":
+            self.bias = nn.Parameter(torch.empty(rows, rows, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -149,6 +149,7 @@ class DLCL(DepthConnection):
             the dtype of what is pushed.
         eps: added to the variance in the layer-norms, or to the mean square in the RMS norms.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Attributes:
         weight: (L+1, L+1), or (L+1, L+1, groups) or (L+1, L+1, D); row l feeds layer l + 1.
@@ -179,6 +180,8 @@ class DLCL(DepthConnection):
         state_dtype: torch.dtype | None = torch.float32,
         eps: float = 1e-5,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         checks.choice("DLCL", ("pre", "post", None), norm=norm)
         checks.choice("DLCL", ("layer", "rms"), norm_type=norm_type)
@@ -211,12 +214,14 @@ class DLCL(DepthConnection):
         rows = self.rows
         self.extra = {"scalar": (), "group": (groups,), "vector": (dim,)}[weight_type]
         """The sizes of a weight of one pair of layers."""
-        self.weight = nn.Parameter(torch.empty(rows, rows, *self.extra), requires_grad=learnable)
+        factory: dict = {"device": device, "dtype": dtype}
+        weight = torch.empty(rows, rows, *self.extra, **factory)
+        self.weight = nn.Parameter(weight, requires_grad=learnable)
         self.norm_weight = self.norm_bias = None
         if norm is not None:
-            self.norm_weight = nn.Parameter(torch.empty(rows, dim))
+            self.norm_weight = nn.Parameter(torch.empty(rows, dim, **factory))
             if norm_type == "layer":
-                self.norm_bias = nn.Parameter(torch.empty(rows, dim))
+                self.norm_bias = nn.Parameter(torch.empty(rows, dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -45,7 +45,8 @@ class LayerHistory(DLCL):
         super().__init__(num_layers, dim, norm=None, learnable=learnable, **options)
         self.norm, self.layer_norms = norm, None
         if norm is not None:
-            self.layer_norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(num_layers))
+            made: dict = {"device": self.weight.device, "dtype": self.weight.dtype}
+            self.layer_norms = nn.ModuleList(nn.LayerNorm(dim, **made) for _ in range(num_layers))
         if not learnable:
             weight = self.weight.detach()
             del self.weight

@@ -34,6 +34,7 @@ class MultiheadAttention(nn.Module):
         dropout: probability that an attention weight becomes 0, in training.
         cross: whether keys and values come from another sequence.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Sources: Vaswani et al., Attention Is All You Need, 2017; Ainslie et al. 2023 for grouped
     queries; Beltagy et al. 2020 for windows.
@@ -49,6 +50,8 @@ class MultiheadAttention(nn.Module):
         dropout: float = 0.0,
         cross: bool = False,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         checks.whole("MultiheadAttention", dim=dim, num_heads=num_heads)
@@ -71,12 +74,14 @@ class MultiheadAttention(nn.Module):
             )
         self.dim, self.num_heads, self.dropout, self.cross = dim, num_heads, dropout, cross
         self.num_kv_heads, self.backend = num_kv_heads, backend
+        factory: dict = {"device": device, "dtype": dtype}
         if cross:
-            self.query = nn.Linear(dim, sum(self._shares("query")))
-            self.key_value = nn.Linear(dim, sum(self._shares("key_value")))
+            self.query = nn.Linear(dim, sum(self._shares("query")), **factory)
+            self.key_value = nn.Linear(dim, sum(self._shares("key_value")), **factory)
         else:
-            self.query_key_value = nn.Linear(dim, sum(self._shares("query_key_value")))
-        self.out = nn.Linear(dim, dim)
+            channels = sum(self._shares("query_key_value"))
+            self.query_key_value = nn.Linear(dim, channels, **factory)
+        self.out = nn.Linear(dim, dim, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,5 +1,7 @@
 """The feed-forward block of a layer, alone or behind the layer's norm."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,11 +27,12 @@ class FeedForward(nn.Module):
         dropout: float = 0.0,
         *,
         backend: str | None = None,
+        **factory: Any,
     ):
         super().__init__()
         self.activation, self.dropout, self.backend = activation, dropout, backend
-        self.up = nn.Linear(dim, (1 + (activation == "swiglu")) * ffn_dim)
-        self.down = nn.Linear(ffn_dim, dim)
+        self.up = nn.Linear(dim, (1 + (activation == "swiglu")) * ffn_dim, **factory)
+        self.down = nn.Linear(ffn_dim, dim, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

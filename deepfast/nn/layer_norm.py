@@ -24,7 +24,7 @@ class Norm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, dim: int, eps: float, affine: bool, bias: bool, backend: str | None):
+    def __init__(self, dim: int, eps: float, affine: bool, bias: bool, backend, device, dtype):
         super().__init__()
         name = type(self).__name__
         checks.whole(name, dim=dim)
@@ -32,7 +32,8 @@ class Norm(nn.Module):
         checks.flag(name, elementwise_affine=affine, bias=bias)
         self.dim, self.eps, self.backend = dim, eps, backend
         for parameter, has in (("weight", affine), ("bias", affine and bias)):
-            self.register_parameter(parameter, nn.Parameter(torch.empty(dim)) if has else None)
+            p = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if has else None
+            self.register_parameter(parameter, p)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,7 +84,8 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """`deepfast.ops.layer_norm` with its parameters: (D,) weight of ones and bias of zeros.
 
-    ``bias=False`` leaves out the bias, ``elementwise_affine=False`` weight and bias, as in torch.
+    As in torch: ``bias=False`` leaves out the bias, ``elementwise_affine=False`` weight and bias;
+    ``device`` and ``dtype`` are those of the parameters.
     """
 
     op, rms = "layer_norm", False
@@ -96,14 +98,17 @@ class LayerNorm(Norm):
         elementwise_affine: bool = True,
         bias: bool = True,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(dim, eps, elementwise_affine, bias, backend)
+        super().__init__(dim, eps, elementwise_affine, bias, backend, device, dtype)
 
 
 class RMSNorm(Norm):
     """`deepfast.ops.rms_norm` with its parameter: (D,) weight of ones.
 
-    As in torch it has none with ``elementwise_affine=False``.
+    As in torch: with ``elementwise_affine=False`` it has none; ``device`` and ``dtype`` are the
+    parameter's.
     """
 
     op, rms = "rms_norm", True
@@ -116,14 +121,16 @@ class RMSNorm(Norm):
         *,
         elementwise_affine: bool = True,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(dim, eps, elementwise_affine, False, backend)
+        super().__init__(dim, eps, elementwise_affine, False, backend, device, dtype)
 
 
 class NoNorm(nn.Module):
     """Stands where a stack has a norm, and returns its input."""
 
-    def __init__(self, dim: int, *, backend: str | None = None):
+    def __init__(self, dim: int, *, backend: str | None = None, **_factory: Any):
         super().__init__()
         self.backend = backend
 

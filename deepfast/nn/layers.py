@@ -56,6 +56,8 @@ class _Layer(nn.Module):
         later_norms: bool = True,
         recompute: str = "none",
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         name = type(self).__name__
@@ -68,17 +70,15 @@ class _Layer(nn.Module):
         for argument, p in (rates | {"activation_dropout": activation_dropout}).items():
             checks.probability(name, p, argument=argument)
         self.dim, self.norm, self.dropout, self.recompute = dim, norm, dropout, recompute
-        options: dict = {"num_kv_heads": num_kv_heads, "dropout": attention_dropout}
-        options["backend"] = backend
+        made: dict = {"backend": backend, "device": device, "dtype": dtype}
+        options: dict = {"num_kv_heads": num_kv_heads, "dropout": attention_dropout} | made
         self.attention = MultiheadAttention(dim, num_heads, window=window, **options)
         if self.crosses:
             self.cross_attention = MultiheadAttention(dim, num_heads, cross=True, **options)
-        self.feed_forward = FeedForward(
-            dim, ffn_dim, activation, activation_dropout, backend=backend
-        )
+        self.feed_forward = FeedForward(dim, ffn_dim, activation, activation_dropout, **made)
         for part in self.parts:
             has = norm == "post" or (first_norm if part == "attention" else later_norms)
-            module = NORMS[norm_type](dim, backend=backend) if has else None
+            module = NORMS[norm_type](dim, **made) if has else None
             setattr(self, f"{part}_norm", module)
 
     @torch.no_grad()
@@ -199,6 +199,7 @@ class TransformerEncoderLayer(_Layer):
         recompute: the recompute policy, see `deepfast.policies`. The stack around the layer
             implements "layer" and "layer+input".
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
     """
 
     def forward(

@@ -52,6 +52,8 @@ class _Stack(nn.Module):
         depth_init: bool = False,
         recompute: str | Sequence[str] | object = "none",
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         op = type(self).__name__
@@ -73,15 +75,15 @@ class _Stack(nn.Module):
             if value is not None:
                 checks.dictionary(op, **{name: value})
         self.dim = dim
+        factory: dict = {"device": device, "dtype": dtype}
+        made = {"backend": backend} | factory
         given = dlcl, block, reads, self.layer.parts
-        options = Options(
-            op, connection, num_layers, dim, norm, norm_type, dropout, backend, *given
-        )
+        options = Options(op, connection, num_layers, dim, norm, norm_type, dropout, made, *given)
         rates: dict = {"dropout": dropout, "attention_dropout": attention_dropout}
         rates["activation_dropout"] = activation_dropout
         heads: dict = {"num_kv_heads": num_kv_heads, "window": window, "activation": activation}
         norms: dict = {"norm": norm, "norm_type": norm_type, "first_norm": False}
-        norms |= {"later_norms": not options.reading, "backend": backend}
+        norms |= {"later_norms": not options.reading} | made
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             self.layer(dim, num_heads, ffn_dim, **rates, **heads, **norms)
             for _ in range(num_layers)
@@ -89,7 +91,9 @@ class _Stack(nn.Module):
         self.connection = class_of(connection)(options)
         if latent and connection != "latent":
             raise ValueError(f"{op}: latent options need connection='latent', got {connection!r}")
-        self.latent = LatentDepth(num_layers, **latent or {}) if connection == "latent" else None
+        self.latent = None
+        if connection == "latent":
+            self.latent = LatentDepth(num_layers, **factory | (latent or {}))
         checks.flag(op, depth_init=depth_init)
         for layer in self.layers:
             if self.scaled:
@@ -214,6 +218,7 @@ class TransformerEncoder(_Stack):
             "ffn", "layer", "layer+input"), one policy per layer, or a plan.
             "layer+input" needs DLCL or attention residuals.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Sources: Vaswani et al. 2017; Wang et al. 2019 for pre-norm and DLCL; Li et al. 2020 for latent
     depth; Pagliardini et al. 2024 for DenseFormer; Kimi Team 2026 for attention residuals; Wang

@@ -42,8 +42,10 @@ def attention_residual(
 
     ``p = softmax_k(scale * <RMSNorm(v_k; rms_weight), query>)``, and with ``output_rms_weight`` the
     result is ``RMSNorm(o; output_rms_weight)``. Forward and backward each read the sources once
-    (`depth_attention`). A stack whose every layer reads all sources so reads them L^2 / 2 times;
-    `deepfast.nn.AttentionResiduals` reads them about L * sqrt(L) times.
+    (`depth_attention`). The norm of o is a second kernel (`rms_norm`), which reads o in the dtype
+    of the sources; backward saves o once for both. A stack whose every layer reads all sources so
+    reads them L^2 / 2 times; `deepfast.nn.AttentionResiduals` reads them about L * sqrt(L) times,
+    and applies the norm behind a row in the row's kernel (``out_norm``).
 
     Args:
         query: (D,).

@@ -12,7 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
-from tests.attach.models import CASES, Block, X, assert_equal, connected_loop, gradients, perturbed
+from tests.attach.models import (
+    CASES,
+    Block,
+    Loop,
+    X,
+    assert_equal,
+    connected_loop,
+    gradients,
+    perturbed,
+)
 
 POLICIES = ["none", "layer", "layer+input"]
 
@@ -24,6 +33,18 @@ def test_on_the_meta_device(recompute):
     model(x).sum().backward()
     assert x.grad.is_meta
     assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [({}, torch.float32), ({"dtype": torch.float64}, torch.float64)]
+)
+def test_parameters_are_made_on_the_device_of_the_layers(given, dtype):
+    model = Loop().to("meta", torch.bfloat16)
+    attention = {"connection": "attnres", "sublayers": [("norm", "linear")], "additive": "gated"}
+    for options in ({}, attention):
+        made = deepfast.connect(model, norm="pre", **options, **given)
+        assert {(p.device.type, p.dtype) for p in made.parameters()} == {("meta", dtype)}
+        deepfast.disconnect(model)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

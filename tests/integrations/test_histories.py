@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.integrations import CreateLayerHistory
+from deepfast.integrations import CreateLayerHistory, LayerHistory
 
 LAYERS, SHAPE = 6, (3, 2, 8)
 DIM = SHAPE[-1]
@@ -119,6 +119,11 @@ def test_layer_history(kind, pre, options):
     assert ours.state_dict().keys() == literal.state_dict().keys()
     torch.testing.assert_close(dict(ours.state_dict()), dict(literal.state_dict()), rtol=0, atol=0)
     assert_same(ours, literal)
+
+
+def test_parameters_of_a_device_and_dtype():
+    history = LayerHistory(3, 4, "pre", device="meta", dtype=torch.float64)
+    assert {(p.device.type, p.dtype) for p in history.parameters()} == {("meta", torch.float64)}
 
 
 def test_frozen_weights_and_two_passes_at_once():

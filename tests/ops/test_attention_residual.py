@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.ops import attention_residual
+from deepfast.ops import attention_residual, rms_norm
 
 
 def naive(query, residuals, rms_weight=None, output_rms_weight=None, rms_eps=1e-6, scale=None):
@@ -51,6 +51,9 @@ def test_half_precision_and_autocast():
     out, p = attention_residual(query, [v.bfloat16() for v in residuals], return_weights=True)
     assert (out.dtype, p.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-7)
+    weight = torch.randn(32)
+    normed = attention_residual(query, [v.bfloat16() for v in residuals], output_rms_weight=weight)
+    assert torch.equal(normed, rms_norm(out, weight, 1e-6))
     full = attention_residual(query, residuals, return_weights=True)
     with torch.autocast("cpu", torch.bfloat16):
         again, weights = attention_residual(query, residuals, return_weights=True)

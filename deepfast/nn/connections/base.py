@@ -35,7 +35,8 @@ class Options:
     norm: str
     norm_type: str
     dropout: float
-    backend: str | None
+    made: dict
+    """The arguments ``backend``, ``device`` and ``dtype`` of the modules that it makes."""
     dlcl: dict | None = None
     block: int | None = None
     reads: int | None = None
@@ -115,7 +116,7 @@ class Connection(nn.Module, abc.ABC):
         if options.norm == "pre":
             make, count = NORMS[options.norm_type], self.reads * options.num_layers + 1
             self.norms = nn.ModuleList(  # type: ignore[assignment]
-                make(options.dim, backend=options.backend) for _ in range(count)
+                make(options.dim, **options.made) for _ in range(count)
             )
 
     def make_children(self, options: Options) -> None:

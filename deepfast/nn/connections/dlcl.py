@@ -61,7 +61,7 @@ class Mixed(Connection):
         return DLCL(num_layers, dim, **dlcl_options(connection, norm, given))
 
     def make_children(self, options: Options) -> None:
-        given = {"state_dtype": None, "backend": options.backend} | self.given(options)
+        given = {"state_dtype": None} | options.made | self.given(options)
         sizes = options.connection, options.num_layers, options.dim, options.norm
         setattr(self, self.child, self.make_depth(*sizes, given))
 

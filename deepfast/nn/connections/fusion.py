@@ -1,6 +1,7 @@
 """Multi-layer representation fusion: combines the states of all layers into one state."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ class LayerFusion(nn.Module):
         own_embedding: False where the caller passes E to `forward`, for example when an encoder
             and a decoder share it.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Attributes:
         layer_embedding: E (L + 1, D), initialised uniformly in [-0.1, 0.1], or None.
@@ -83,6 +85,8 @@ class LayerFusion(nn.Module):
         layer_embeddings: bool | None = None,
         own_embedding: bool = True,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         checks.choice("LayerFusion", FUSIONS, fusion_type=fusion_type)
@@ -104,27 +108,28 @@ class LayerFusion(nn.Module):
         self.first = 0 if word_embedding else 1
         self.with_embeddings = layer_embeddings
         count = num_states - self.first
+        factory: dict = {"device": device, "dtype": dtype}
         self.source_norms = None
         if source_norm:
-            norms = (LayerNorm(dim, backend=backend) for _ in range(count - 1))
+            norms = (LayerNorm(dim, backend=backend, **factory) for _ in range(count - 1))
             self.source_norms = nn.ModuleList(norms)
         self.layer_embedding = None
         if layer_embeddings and own_embedding:
-            self.layer_embedding = layer_embedding(num_states, dim)
+            self.layer_embedding = layer_embedding(num_states, dim, **factory)
         parts = {"feed_forward": count, "attention": hops, "channel_attention": hops}.get(
             fusion_type
         )
         if attending:
             self.w1 = nn.ModuleList(  # type: ignore[assignment]
-                _matrix(dim, attention_dim) for _ in range(1 if shared else count)
+                _matrix(dim, attention_dim, **factory) for _ in range(1 if shared else count)
             )
             width = 1 if fusion_type == "attention" else dim
-            self.w2 = _matrix(attention_dim, width * (hops or 1))
+            self.w2 = _matrix(attention_dim, width * (hops or 1), **factory)
         self.feeds = parts is not None
         if parts is not None:
-            self.up = _matrix(dim * parts, hidden_dim, bias=True)
-            self.down = _matrix(hidden_dim, dim, bias=True)
-        self.norm = LayerNorm(dim, backend=backend)
+            self.up = _matrix(dim * parts, hidden_dim, bias=True, **factory)
+            self.down = _matrix(hidden_dim, dim, bias=True, **factory)
+        self.norm = LayerNorm(dim, backend=backend, **factory)
 
     def reset_parameters(self) -> None:
         if self.layer_embedding is not None:
@@ -249,14 +254,14 @@ class LayerFusion(nn.Module):
         return f"num_states={self.num_states}, dim={self.dim}, fusion_type={self.fusion_type!r}"
 
 
-def layer_embedding(num_states: int, dim: int) -> nn.Parameter:
+def layer_embedding(num_states: int, dim: int, **factory: Any) -> nn.Parameter:
     """E, (L + 1, D), initialised uniformly in [-0.1, 0.1]."""
-    embedding = nn.Parameter(torch.empty(num_states, dim))
+    embedding = nn.Parameter(torch.empty(num_states, dim, **factory))
     return nn.init.uniform_(embedding, -0.1, 0.1)  # type: ignore[return-value]
 
 
-def _matrix(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias=bias)
+def _matrix(inputs: int, outputs: int, bias: bool = False, **factory: Any) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias, **factory)
     _reset(linear)
     return linear
 

@@ -67,6 +67,7 @@ class LatentDepth(nn.Module):
             code that builds the optimizer applies it. Logits need a higher rate, because the
             choice of layers must settle within the run.
         seed: seed of the draws.
+        device, dtype: of the logits, as in `torch.nn`.
 
     The authors' code uses the drawn z in place of p, and only the z = 1 term of the KL.
 
@@ -92,6 +93,8 @@ class LatentDepth(nn.Module):
         threshold: float = 0.5,
         lr_scale: float = 1.0,
         seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.num_layers, self.languages = num_layers, languages
@@ -103,7 +106,7 @@ class LatentDepth(nn.Module):
         self.evaluation, self.threshold = evaluation, threshold
         self.lr_scale, self.seed = lr_scale, seed
         self._check()
-        self.logits = nn.Parameter(torch.empty(languages, num_layers))
+        self.logits = nn.Parameter(torch.empty(languages, num_layers, device=device, dtype=dtype))
         self.reset_parameters()
         self.set_step(0)
 

@@ -26,6 +26,7 @@ class TransparentAttention(nn.Module):
         dropout: probability that a weight of a mixture becomes 0, in training.
         eps: of the layer-norms.
         backend: see `deepfast.backend`.
+        device, dtype: of the parameters, as in `torch.nn`.
 
     Attributes:
         weight: (M, L+1) logits. They start at 0, so that every state has the same weight.
@@ -45,6 +46,8 @@ class TransparentAttention(nn.Module):
         dropout: float = 0.1,
         eps: float = 1e-5,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         op = "TransparentAttention"
@@ -54,11 +57,12 @@ class TransparentAttention(nn.Module):
         checks.eps(op, eps)
         self.encoder_layers, self.decoder_layers, self.dim = encoder_layers, decoder_layers, dim
         self.norm, self.dropout, self.eps, self.backend = norm, dropout, eps, backend
-        self.weight = nn.Parameter(torch.empty(decoder_layers, encoder_layers + 1))
+        factory: dict = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(decoder_layers, encoder_layers + 1, **factory))
         self.norm_weight = self.norm_bias = None
         if norm == "pre":
-            self.norm_weight = nn.Parameter(torch.empty(encoder_layers, dim))
-            self.norm_bias = nn.Parameter(torch.empty(encoder_layers, dim))
+            self.norm_weight = nn.Parameter(torch.empty(encoder_layers, dim, **factory))
+            self.norm_bias = nn.Parameter(torch.empty(encoder_layers, dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
