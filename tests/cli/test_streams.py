@@ -131,4 +131,3 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
         process.kill()
         process.wait()
     assert len(list(tmp_path.glob("step-*"))) == 1
-    assert not (tmp_path / ".lock").exists()
