@@ -362,8 +362,8 @@ DEEPFAST_INLINE vec_t<A, N> sums_of_lanes(vec_t<A, N>* v) {
   if constexpr (Sums == N) {
     return v[0];
   } else {
-    DEEPFAST_UNROLL for (int j = 0; j < N / Sums / 2; ++j) v[j] = sums_of_pairs<A, N, Sums>(
-        v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
+    DEEPFAST_UNROLL for (int j = 0; j < N / Sums / 2; ++j) v[j] =
+        sums_of_pairs<A, N, Sums>(v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, N>{});
     return sums_of_lanes<A, N, 2 * Sums>(v);
   }
 }

@@ -11,8 +11,7 @@ namespace DEEPFAST_ISA {
 template <int Half, class V, int... I>
 DEEPFAST_INLINE void exchange(V& a, V& b, std::integer_sequence<int, I...>) {
   constexpr int N = sizeof...(I);
-  const V low =
-      shuffle(a, b, std::integer_sequence<int, ((I & Half) ? N + I - Half : I)...>{});
+  const V low = shuffle(a, b, std::integer_sequence<int, ((I & Half) ? N + I - Half : I)...>{});
   b = shuffle(a, b, std::integer_sequence<int, ((I & Half) ? N + I : I + Half)...>{});
   a = low;
 }
@@ -20,8 +19,7 @@ DEEPFAST_INLINE void exchange(V& a, V& b, std::integer_sequence<int, I...>) {
 template <class A, int N, int Half = N / 2>
 DEEPFAST_INLINE void transpose_block(vec_t<A, N>* rows) {
   if constexpr (Half > 0) {
-    DEEPFAST_UNROLL for (int i = 0; i < N; ++i)
-      if ((i & Half) == 0)
+    DEEPFAST_UNROLL for (int i = 0; i < N; ++i) if ((i & Half) == 0)
         exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, N>{});
     transpose_block<A, N, Half / 2>(rows);
   }
