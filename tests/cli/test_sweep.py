@@ -80,7 +80,7 @@ sweep:
 def test_a_run_that_fails_says_why(in_process, tmp_path, capsys):
     command = ["mt", "sweep", "phrases-small", *TINY, "--over", "data.vocab_size=5000"]
     assert main([*command, "--output", str(tmp_path)]) == 1
-    (failed, *_) = capsys.readouterr().out.splitlines()
+    (_, failed, *_) = capsys.readouterr().out.splitlines()
     assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: ")
     table = (tmp_path / "sweep.md").read_text()
     assert "\n| data.vocab_size=5000 | - | baseline | - | baseline |  | 1, 1 failed | - |" in table

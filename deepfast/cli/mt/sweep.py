@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     with only_run(sweep.folder, "--output"):
         planned = sweep.plan(only, args.jobs) if args.jobs else None
         if planned is not None or args.plan:
-            print(planned or "plan: nothing to measure: no run is left, or all are short")
+            print(planned or "plan: no run is left")
         if args.plan:
             return 0
         succeeded = sweep.make(only, args.jobs, write)

@@ -245,8 +245,8 @@ def split_tag(sentence: str) -> tuple[str | None, str]:
     sentence = sentence.lstrip()
     if not sentence.startswith("<"):
         return None, sentence
-    first, _, rest = sentence.partition(" ")
-    return (first, rest) if first.endswith(">") else (None, sentence)
+    first, *rest = sentence.split(maxsplit=1)
+    return (first, "".join(rest)) if first.endswith(">") else (None, sentence)
 
 
 def lower(sentence: str, tags: Container[str]) -> str:

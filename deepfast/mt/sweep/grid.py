@@ -53,11 +53,12 @@ class Point:
         text = self.name.replace(", ", ",").replace(" ", "-")
         plain = re.sub(r"[^\w.,=+-]+", "_", text)[:100]
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        return plain if plain == text else f"{plain}-{digest}"
+        # A name of dots alone is that of another folder, and no name is that of the sweep's.
+        return plain if plain == text and text.strip(".") else f"{plain}-{digest}"
 
     def each(self, key: str, values: Sequence[Any]) -> list[Point]:
         """The point with each value of a key."""
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        texts = [value if isinstance(value, str) else _text(key, value) for value in values]
         return [
             replace(
                 self,
@@ -121,10 +122,10 @@ def systems(recipe: str) -> list[Point]:
     for name, changes in section.systems.items():
         where, seeds = f"sweep.systems.{name}.seeds", changes.pop("seeds", section.seeds)
         expect(is_whole(seeds) and seeds > 0, where, "an integer of at least 1", seeds)
+        texts = [f"{key}={_text(f'sweep.systems.{name}', value)}" for key, value in changes.items()]
         keys = set(_dotted(changes))
         # The fields of another kind of model are others.
-        own = ["model=null"] if "model.kind" in keys else []
-        own += [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+        own = [*["model=null"] * ("model.kind" in keys), *texts]
         point = Point(name, tuple(own), seeds)
         if pilots is not None and pilots.key not in keys:
             short = replace(point, seeds=1, steps=pilots.steps)
@@ -139,6 +140,14 @@ def named(chosen: Sequence[Point], names: Sequence[str]) -> list[Point]:
     for name in names:
         expect(name in known, "--only", f"one of {', '.join(known)}", name)
     return [point for name, point in known.items() if not names or name in names]
+
+
+def _text(key: str, value: Any) -> str:
+    """A value as YAML in one line."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{key}: expected numbers, text, lists and keys ({error})") from error
 
 
 def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

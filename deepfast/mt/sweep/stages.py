@@ -56,6 +56,9 @@ class Sweep:
         plain = load_recipe(recipe, overrides)
         if not (plain.data.validates or plain.data.tests):
             raise RecipeError(f"{recipe}: expected dev or test pairs to compare by, got neither")
+        folders = [point.folder for point in points]
+        for name in {folder for folder in folders if folders.count(folder) > 1}:
+            raise RecipeError(f"{name}: expected a folder for each system, got two with this one")
         self.recipe, self.points = recipe, points
         # In front of the overrides, which may say no.
         self.overrides = [*["train.test_bleu=true"] * plain.data.tests, *overrides]
@@ -86,13 +89,14 @@ class Sweep:
         return [self.run(point, seed) for seed in range(1, point.seeds + 1)]
 
     def plan(self, only: Sequence[Point], jobs: int) -> str | None:
-        """Measures a few steps of every point that has runs to make, and says what these runs take;
-        None where no run is left, or where all are short."""
+        """Measures a few steps of every point that has runs to make, unless all are short, and says
+        what these runs take; None where no run is left."""
         both = {point: [*self.pilots[point], *self.runs(point)] for point in only}
         left = [(point, run) for point, own in both.items() for run in own if run.found is None]
         steps = [steps_of(run.recipe) for _, run in left]
+        counted = f"plan: runs {len(left)}, steps {sum(filter(math.isfinite, steps)):,}"
         if all(count <= SHORT * MEASURED for count in steps):
-            return None
+            return f"{counted}, too few to measure" if steps else None
         with TemporaryDirectory(dir=self.folder, prefix="plan-") as folder:
             trials = {}
             for point, _ in left:
@@ -109,9 +113,8 @@ class Sweep:
         hours = max(sum(seconds) / jobs, *seconds) / 3600
         took = f"{hours:.1f}" if hours < math.inf else "unknown"
         return (
-            f"plan: runs {len(left)}, steps {sum(filter(math.isfinite, steps)):,}, hours {took} "
-            f"with --jobs {jobs}, memory of a process {format_bytes(peak)}; by {MEASURED} measured "
-            "steps of each, without translation"
+            f"{counted}, hours {took} with --jobs {jobs}, memory of a process "
+            f"{format_bytes(peak)}; by {MEASURED} measured steps of each, without translation"
         )
 
     def make(
@@ -133,6 +136,8 @@ class Sweep:
 
         def write_so_far() -> None:
             if results := _found(runs):
+                # The first system stays the baseline, with or without results.
+                results = {self.points[0]: [], **results}
                 write(results, _found({run.point: [run] for own in tried for run in own}))
 
         write_so_far()

@@ -150,7 +150,9 @@ class Saving:
             changed.append(f"ranks {len(state['random'])} -> {self.ranks.size}, with new dropout")
         differs = state["dev"] != self._dev
         if trainer.best_step and (differs or not self.ranks.by_first((self.folder / BEST).exists)):
-            trainer.best_nll, trainer.best_step = math.inf, 0
+            trainer.best_nll, trainer.best_step, trainer.since_best = math.inf, 0, 0
+            # A run that ends at this step validates first.
+            trainer.validated_at = 0
             lost = "the dev text" if differs else f"no {BEST} in this folder"
             changed.append(f"{lost}; the next validation is the best so far")
         return changed

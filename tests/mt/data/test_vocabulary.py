@@ -166,6 +166,7 @@ def test_tags_are_one_token_in_front():
 
 def test_split_tag():
     assert split_tag("<de> a  b") == ("<de>", "a  b")
+    assert split_tag("<de>\t\u00a0a") == ("<de>", "a")
     assert split_tag("<de>") == ("<de>", "")
     assert split_tag("a <de> b") == (None, "a <de> b")
     assert split_tag("<b c> d") == (None, "<b c> d")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepfast.mt.sweep import stages
-from deepfast.mt.sweep.grid import named, points, systems
+from deepfast.mt.sweep.grid import Point, named, points, systems
 from deepfast.mt.sweep.stages import Sweep, steps_of
 from deepfast.mt.training import RecipeError, load_recipe
 from deepfast.nn.connections.fusion import FUSIONS
@@ -31,7 +31,7 @@ def test_values_are_elements_of_a_list_of_yaml(values, expected):
     assert [p.overrides for p in points([f"a={values}"])] == [(f"a={v}",) for v in expected]
 
 
-def test_every_combination_and_its_folder():
+def test_every_combination_and_its_folder(tmp_path):
     found = points(["model.norm=pre,post", "model.dlcl={},{norm: null}"])
     assert [point.overrides for point in found] == [
         (f"model.norm={norm}", f"model.dlcl={dlcl}")
@@ -44,6 +44,11 @@ def test_every_combination_and_its_folder():
     assert points(["model.dim=8"])[0].folder == "model.dim=8"
     first, second = points(["data.vocabulary=/a/b,/a_b"])
     assert first.folder != second.folder
+    assert {Point(name).folder[:2] for name in ("..", ".", "")} == {"..", ".-", "-e"}
+    with pytest.raises(RecipeError, match=r"^data\.seed: expected numbers, text, lists and keys"):
+        points(["data.seed=2020-01-01"])
+    with pytest.raises(RecipeError, match=r"^a-b: expected a folder for each system"):
+        Sweep("phrases-small", [], [Point("a b"), Point("a-b")], tmp_path)
 
 
 def test_the_runs_of_each_point(tmp_path):
@@ -162,8 +167,11 @@ def test_a_plan_measures_in_a_folder_of_its_own(file, tmp_path, monkeypatch):
     assert said.startswith("plan: runs 11, steps 28, hours unknown with --jobs 2")
     assert len({folder.parent for folder in measured}) == 6
     assert sorted(tmp_path.rglob("*")) == before
-    # Runs that are as short as their measurement have no plan.
-    assert Sweep(file, ["train.max_steps=9"], chosen, tmp_path).plan(chosen, 2) is None
+    # Runs that are as short as their measurement are only counted.
+    short = Sweep(file, ["train.max_steps=9"], chosen, tmp_path)
+    assert short.plan(chosen, 2) == "plan: runs 11, steps 91, too few to measure"
+    assert short.plan([], 2) is None
+    assert len(measured) == 6
 
 
 def test_the_steps_of_runs():

@@ -92,8 +92,9 @@ def test_a_best_that_is_not_that_of_the_run_is_forgotten(
 ):
     curve = {5: 1.0, 8: 2.5, 10: 3.0, 12: 4.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
-    folder = train(make_recipe({"train.max_steps": 8}), quiet=True).output
-    changes = {"resume": True}
+    # Patience ends the first run, and begins anew with the best.
+    folder = train(make_recipe({"train.max_steps": 8, "train.patience": 1}), quiet=True).output
+    changes = {"resume": True, "train.patience": 1}
     if why == "the dev text":
         for side, suffix in (("source", "en"), ("target", "de")):
             lines = (corpus / f"dev.{suffix}").read_text("utf-8").splitlines(keepends=True)
