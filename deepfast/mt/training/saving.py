@@ -221,4 +221,6 @@ def _write_folder(
             raise OtherRankError(str(path)) from error
         raise not_written(path, error.failures[ranks.rank][0]) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        # Another rank may have lost the first one, which is about to rename the folder.
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)

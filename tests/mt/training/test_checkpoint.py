@@ -111,6 +111,21 @@ def test_a_damaged_byte_of_a_tensor_file_is_an_error(tmp_path):
         load_checkpoint(path)
 
 
+def test_a_rank_that_lost_the_first_one_leaves_it_its_folder(tmp_path, monkeypatch):
+    """Where torchrun was killed, the first rank may still rename it."""
+    share = tmp_path / ".step-00000003.part" / "__0_0.distcp"
+    share.parent.mkdir()
+    share.touch()
+
+    def lost(ranks, work):
+        raise torch.distributed.DistNetworkError("the store does not answer")
+
+    monkeypatch.setattr(Ranks, "by_first", lost)
+    with pytest.raises(torch.distributed.DistNetworkError):
+        saving._write_folder(tmp_path / "step-00000003", CONTENT, {}, Ranks(1, 2))
+    assert share.exists()
+
+
 def test_a_full_disk_leaves_the_earlier_steps(tmp_path, monkeypatch):
     path = write(tmp_path, 1.0)
 
