@@ -11,13 +11,18 @@ with the largest score most_l and total_l = sum_k exp(s_lk - most_l). The softma
 
 A tile (BA, BT, BC) has all channels of BT / BB tokens for each of BB rows l, or of BB states k. In
 the boundary, which has one row and one state, BB is 1. Statistics of tokens are (R, T) tables,
-contiguous. They are loaded as (U, 1, BT, 1) blocks, one number for each row of U tiles.
+contiguous. They are loaded as (1, BT, 1) blocks, one number for each row of a tile.
 """
 
 import triton
 import triton.language as tl
 
-from .near_sum import load_stat
+from .common import row_sum
+from .near_sum import STAGES, load_stat
+
+TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+PULL_STAGES = tl.constexpr(STAGES.value if TRITON_3_9 else 1)
+"""Triton 3.6 would spill."""
 
 
 @triton.jit
@@ -27,43 +32,32 @@ def slot(first, i, step):
 
 
 @triton.jit
-def tile_rows(begin, UNROLL: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-              BB: tl.constexpr):  # fmt: skip
-    """Of UNROLL tiles, flat as in `common.flat_rows`: (UNROLL * BA * BT, 1) which tile, the entry
-    of BB, the token; and the channels (UNROLL * BA * BT, BC)."""
-    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
-    o_b = o_u % BT % BB
-    o_t = begin + o_u % BT // BB
-    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]
-    return o_u // (BA * BT), o_b, o_t, o_d
+def tile_rows(begin, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr):
+    """Of a tile, flat as in `common.flat_rows`: (BA * BT, 1) the entry of BB and the token; and the
+    channels (BA * BT, BC)."""
+    o_r = tl.arange(0, BA * BT)[:, None]
+    o_d = o_r // BT * BC + tl.arange(0, BC)[None, :]
+    return o_r % BT % BB, begin + o_r % BT // BB, o_d
 
 
 @triton.jit
-def stat_rows(begin, UNROLL: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr):
-    """The same of the blocks of statistics, (UNROLL, 1, BT, 1)."""
-    o_u = tl.arange(0, UNROLL)[:, None, None, None]
-    o_b = tl.arange(0, BT)[None, None, :, None]
-    return o_u, o_b % BB, begin + o_b // BB
-
-
-@triton.jit
-def dots(b_a, b_b):
-    """``<a, b>`` of each row: (U, BA, BT, BC) to (U, 1, BT, 1)."""
-    return tl.sum(tl.sum(b_a * b_b, axis=1), axis=2)[:, None, :, None]
+def stat_rows(begin, BT: tl.constexpr, BB: tl.constexpr):
+    """The same of the blocks of statistics, (1, BT, 1)."""
+    o_b = tl.arange(0, BT)[None, :, None]
+    return o_b % BB, begin + o_b // BB
 
 
 @triton.jit
 def rms_norm(b_v, D, eps):
     """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
-    b_square = tl.sum(tl.sum(b_v * b_v, axis=0), axis=1)[None, :, None]
-    return tl.rsqrt(b_square / D + eps)
+    return tl.rsqrt(row_sum(b_v * b_v) / D + eps)
 
 
 @triton.jit
 def load_query(p_query, first, step, rows, D, BA: tl.constexpr, BT: tl.constexpr,
                BC: tl.constexpr, BB: tl.constexpr):  # fmt: skip
     """q of the ``rows`` rows of a tile, (BA, BT, BC)."""
-    _, o_b, _, o_d = tile_rows(0, 1, BA, BT, BC, BB)
+    o_b, _, o_d = tile_rows(0, BA, BT, BC, BB)
     p = p_query + slot(first, o_b, step) * D + o_d
     return tl.reshape(tl.load(p, mask=(o_b < rows) & (o_d < D), other=0.0), (BA, BT, BC))
 
@@ -91,16 +85,16 @@ def no_sum(BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def join(b_x, b_most, b_total, b_s, b_v, RELU: tl.constexpr):
-    """The sum after U more states v, (U, BA, BT, BC), with the scores s."""
+    """The sum after one more state v, (BA, BT, BC), with the scores s."""
     if RELU:
-        b_x += tl.sum(relu(b_s) * b_v, axis=0)
+        b_x += relu(b_s) * b_v
     else:
-        b_high = tl.maximum(b_most, tl.max(b_s, axis=0))
+        b_high = tl.maximum(b_most, b_s)
         # The difference of two scores of -inf is NaN, but their weights must be 0.
         b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
-        b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from[None, :, :, :])
-        b_x = b_x * b_kept + tl.sum(b_p * b_v, axis=0)
-        b_total = b_total * b_kept + tl.sum(b_p, axis=0)
+        b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
+        b_x = b_x * b_kept + b_p * b_v
+        b_total = b_total * b_kept + b_p
         b_most = b_high
     return b_x, b_most, b_total
 
@@ -115,81 +109,80 @@ def end_sum(b_x, b_total, RELU: tl.constexpr):
 def join_states(
     b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, first_row, step_row, rows,
     first, step, count, T, R, begin,
-    s_n, s_state, RELU: tl.constexpr, UNROLL: tl.constexpr,
+    s_n, s_state, RELU: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """`join` of a progression of states. The loads of UNROLL states are in flight at once."""
-    o_u, _, o_t, o_d = tile_rows(begin, UNROLL, BA, BT, BC, BB)
-    o_i, o_b, o_st = stat_rows(begin, UNROLL, BT, BB)
-    for start in range(0, count, UNROLL):
-        m = (o_d < D) & (o_t < T) & (start + o_u < count)
-        p = p_states + slot(first, start + o_u, step) * s_n + o_t.to(tl.int64) * s_state + o_d
-        b_v = tl.reshape(tl.load(p, mask=m, other=0.0).to(tl.float32), (UNROLL, BA, BT, BC))
-        m_i, k = start + o_i < count, slot(first, start + o_i, step)
-        b_s = dots(b_v, b_q[None, :, :, :])
-        b_s *= tl.load(p_rstd + k * T + o_st, mask=m_i & (o_st < T), other=0.0)
+    """`join` of a progression of states."""
+    _, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
+    o_b, o_st = stat_rows(begin, BT, BB)
+    p_states += o_t.to(tl.int64) * s_state + o_d
+    for i in tl.range(0, count, num_stages=STAGES):
+        k = slot(first, i, step)
+        b_v = tl.load(p_states + k * s_n, mask=(o_d < D) & (o_t < T), other=0.0).to(tl.float32)
+        b_v = tl.reshape(b_v, (BA, BT, BC))
+        b_s = row_sum(b_v * b_q) * tl.load(p_rstd + k * T + o_st, mask=o_st < T, other=0.0)
         if p_bias is not None:
             o_bias = slot(first_row, o_b, step_row) * R + k
-            b_s += tl.load(p_bias + o_bias, mask=m_i & (o_b < rows), other=0.0)
-        b_s = tl.where(m_i, b_s, float("-inf"))
+            b_s += tl.load(p_bias + o_bias, mask=o_b < rows, other=0.0)
         b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
     return b_x, b_most, b_total
 
 
 @triton.jit
-def pull(b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta, m_l,
+def pull(b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta,
          RELU: tl.constexpr):  # fmt: skip
-    """Adds what U rows give to dv of a tile of states v, (BA, BT, BC), and returns their ds.
+    """Adds what a row gives to dv of a tile of states v, (BA, BT, BC), and returns its ds.
 
-    b_g, b_q: the rows' gradients and queries, (U, BA, BT, BC). b_back: the sum of ds (q . n) so
-    far, (1, BT, 1). m_l: which rows there are. Further blocks are (U, 1, BT, 1).
+    b_g, b_q: the row's gradient and query, (BA, BT, BC). b_back: the sum of ds (q . n) so far.
+    This and further blocks are (1, BT, 1).
     """
-    b_v, b_r = b_v[None, :, :, :], b_r[None, :, :, :]
-    b_dot = dots(b_v, b_q) * b_r
-    b_s, b_slope = b_dot + b_bias, dots(b_v, b_g)
+    b_dot = row_sum(b_v * b_q) * b_r
+    b_s, b_ds = b_dot + b_bias, row_sum(b_v * b_g)
     if RELU:
-        b_p = tl.where(m_l, relu(b_s), 0.0)
-        b_ds = tl.where(m_l, tl.where(b_s > 0, b_slope, 0.0), 0.0)
+        b_p = relu(b_s)
+        b_ds = tl.where(b_s > 0, b_ds, 0.0)
     else:
-        b_p = tl.where(m_l, tl.exp(b_s - b_most) / b_total, 0.0)
-        b_ds = tl.where(m_l, b_p * (b_slope - b_delta), 0.0)
-    b_u += tl.sum(b_p * b_g + b_ds * b_r * b_q, axis=0)
-    return b_u, b_back + tl.sum(b_ds * b_dot, axis=0), b_ds
+        b_p = tl.exp(b_s - b_most) / b_total
+        b_ds = b_p * (b_ds - b_delta)
+    b_u += b_p * b_g + b_ds * b_r * b_q
+    return b_u, b_back + b_ds * b_dot, b_ds
 
 
 @triton.jit
 def pull_rows(
     b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats, p_ds,
     first_row, step_row, first_slot, step_slot, rows, first_k, step_k, states, L, K, T, R, begin,
-    s_grads, s_grad, RELU: tl.constexpr, UNROLL: tl.constexpr,
+    s_grads, s_grad, RELU: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """`pull` of a progression of rows, for ``states`` of K states. ``p_ds`` gets ds, (T, L, K)."""
-    o_u, _, o_t, o_d = tile_rows(begin, UNROLL, BA, BT, BC, BB)
-    o_i, o_b, o_st = stat_rows(begin, UNROLL, BT, BB)
-    k = slot(first_k, o_b, step_k)
-    for start in range(0, rows, UNROLL):
-        m = (o_d < D) & (start + o_u < rows)
-        p_g = p_grads + slot(first_slot, start + o_u, step_slot) * s_grads
-        p_g += o_t.to(tl.int64) * s_grad + o_d
-        b_g = tl.load(p_g, mask=m & (o_t < T), other=0.0).to(tl.float32)
-        b_q = tl.load(p_query + slot(first_row, start + o_u, step_row) * D + o_d, mask=m, other=0.0)
-        m_l, row = start + o_i < rows, slot(first_row, start + o_i, step_row)
-        m_st = m_l & (o_st < T)
+    _, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
+    o_b, o_st = stat_rows(begin, BT, BB)
+    m_d, m_st, k = o_d < D, o_st < T, slot(first_k, o_b, step_k)
+    p_grads += o_t.to(tl.int64) * s_grad + o_d
+    for i in tl.range(0, rows, num_stages=PULL_STAGES):
+        row = slot(first_row, i, step_row)
+        p_g = p_grads + slot(first_slot, i, step_slot) * s_grads
+        b_g = tl.load(p_g, mask=m_d & (o_t < T), other=0.0).to(tl.float32)
+        b_q = tl.zeros(o_d.shape, dtype=tl.float32)
+        if i < rows:
+            b_q = tl.load(
+                p_query + row * D + o_d, mask=m_d, other=0.0, eviction_policy="evict_last"
+            )
         b_bias, b_most, b_total, b_delta = 0.0, 0.0, 1.0, 0.0
         if p_bias is not None:
-            b_bias = tl.load(p_bias + row * R + k, mask=m_l & (o_b < states), other=0.0)
+            b_bias = tl.load(p_bias + row * R + k, mask=o_b < states, other=0.0)
         if not RELU:
             p_row = p_stats + row * 3 * T + o_st
             b_most = tl.load(p_row, mask=m_st, other=0.0)
             b_total = tl.load(p_row + T, mask=m_st, other=1.0)
             b_delta = tl.load(p_row + 2 * T, mask=m_st, other=0.0)
-        b_g, b_q = (tl.reshape(b_g, (UNROLL, BA, BT, BC)), tl.reshape(b_q, (UNROLL, BA, BT, BC)))
         b_u, b_back, b_ds = pull(
-            b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta, m_l, RELU
-        )
+            b_u, b_back, b_v, b_r, tl.reshape(b_g, (BA, BT, BC)), tl.reshape(b_q, (BA, BT, BC)),
+            b_bias, b_most, b_total, b_delta, RELU,
+        )  # fmt: skip
         if p_ds is not None:
-            o_ds = (o_st.to(tl.int64) * L + start + o_i) * K + o_b
+            o_ds = (o_st.to(tl.int64) * L + i) * K + o_b
             tl.store(p_ds + o_ds, b_ds, mask=m_st & (o_b < states))
     return b_u, b_back
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend import relu, slot
+from .attend import TRITON_3_9, relu, slot
 from .common import dot, rounded, shared_memory
 from .launch import next_power_of_2
 
@@ -26,7 +26,7 @@ ROW_SIZES = [
     "step_out",
 ]
 PULL_SIZES = [*ROW_SIZES, "first_slot", "step_slot"]
-CHANNELS = 128 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
+CHANNELS = 128 if TRITON_3_9 else 64
 """Channels of a product. Two warps share one of 128; by older compilers both would compute all."""
 SIDE = tl.constexpr(16)
 """Rows and states of a tile."""
@@ -104,11 +104,12 @@ def attend_rows_dot_kernel(
                 b_x *= b_total[None, :, None]
         for start in tl.range(0, K, SIDE, num_stages=1):
             m_k, k = start + o_k < K, slot(first_k, start + o_k, step_k)
+            b_r = tl.load(p_rstd + k * T + t, mask=m_k, other=0.0)[None, :]
             p_v = p_states + k[None, :, None] * s_n + t * s_state + o_d
             b_v = tl.load(p_v, mask=m_k[None, :, None] & (o_d < D), other=0.0)
             b_zero = tl.zeros((NC, SIDE, SIDE), dtype=tl.float32)
             b_s = tl.sum(dot_2(b_high, b_low, tl.permute(b_v, (0, 2, 1)), b_zero), axis=0)
-            b_s *= tl.load(p_rstd + k * T + t, mask=m_k, other=0.0)[None, :]
+            b_s *= b_r
             if p_bias is not None:
                 o_bias = o_q.to(tl.int32)[:, None] * R + k.to(tl.int32)[None, :]
                 b_s += tl.load(p_bias + o_bias, mask=m_b[:, None] & m_k[None, :], other=0.0)
@@ -134,9 +135,9 @@ def attend_rows_dot_kernel(
 @triton.jit
 def _pull_scores(b_dot, b_slope, p_v, p_g, p_q, m_state, m_row, NC: tl.constexpr):
     """Adds ``V Q^T`` and ``V G^T`` over the channels of a tile."""
+    b_g = tl.load(p_g, mask=m_row, other=0.0)
     b_v = tl.load(p_v, mask=m_state, other=0.0)
     b_high, b_low = split_2(tl.load(p_q, mask=m_row, other=0.0))
-    b_g = tl.load(p_g, mask=m_row, other=0.0)
     b_zero = tl.zeros((NC, SIDE, SIDE), dtype=tl.float32)
     b_s = dot(b_v, tl.permute(b_low, (0, 2, 1)), b_zero)
     b_dot += tl.sum(dot(b_v, tl.permute(b_high, (0, 2, 1)), b_s), axis=0)
@@ -196,6 +197,11 @@ def attend_pull_dot_kernel(
             m_pair, m_row = m_j[:, None] & m_l[None, :], m_l[None, :, None] & (o_d < D)
             o_g = slot(first_slot, start + o_l, step_slot)[None, :, None] * s_grads
             p_g, p_q = p_grads + o_g + t * s_grad + o_d, p_query + row[None, :, None] * D + o_d
+            if not RELU:
+                p_row = p_stats + row * 3 * T + t
+                b_most = tl.load(p_row, mask=m_l, other=0.0)[None, :]
+                b_total = tl.load(p_row + T, mask=m_l, other=1.0)[None, :]
+                b_delta = tl.load(p_row + 2 * T, mask=m_l, other=0.0)[None, :]
             b_dot = tl.zeros((SIDE, SIDE), dtype=tl.float32)
             b_dot, b_slope = _pull_scores(b_dot, b_dot, p_v, p_g, p_q, m_state, m_row, NC)
             if D > HALF:
@@ -212,10 +218,6 @@ def attend_pull_dot_kernel(
                 b_p = tl.where(m_pair, relu(b_s), 0.0)
                 b_ds = tl.where(m_pair, tl.where(b_s > 0, b_slope, 0.0), 0.0)
             else:
-                p_row = p_stats + row * 3 * T + t
-                b_most = tl.load(p_row, mask=m_l, other=0.0)[None, :]
-                b_total = tl.load(p_row + T, mask=m_l, other=1.0)[None, :]
-                b_delta = tl.load(p_row + 2 * T, mask=m_l, other=0.0)[None, :]
                 b_p = tl.where(m_pair, tl.exp(b_s - b_most) / b_total, 0.0)
                 b_ds = tl.where(m_pair, b_p * (b_slope - b_delta), 0.0)
             b_back += tl.sum(b_ds * b_dot, axis=1)

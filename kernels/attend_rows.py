@@ -54,9 +54,6 @@ from .common import (
 from .launch import call, cdiv, launcher, next_power_of_2
 from .mix_rows import ROWS, sum_into
 
-LOADS = 2
-"""States, or gradients, that a loop loads ahead; there are no registers for more."""
-
 
 def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:
     """16 elements of each operand per thread, so that a row of 512 channels is a warp's."""
@@ -68,7 +65,7 @@ def attend_rows_kernel(
     p_states, p_query, p_bias, p_rstd, p_out, p_stats,
     T, R, first_k, step_k, K, first_row, step_row, rows, first_out, step_out,
     s_n, s_state, s_out, s_row,
-    RELU: tl.constexpr, ACCUMULATE: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr, ACCUMULATE: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     groups, tokens = tl.cdiv(rows, BB), BT // BB
@@ -76,7 +73,7 @@ def attend_rows_kernel(
     first_row, rows = first_row + skipped * step_row, rows - skipped
     first_out += skipped * step_out
     b_q = load_query(p_query, first_row, step_row, rows, D, BA, BT, BC, BB)
-    _, o_b, o_t, o_d = tile_rows(0, 1, BA, BT, BC, BB)
+    o_b, o_t, o_d = tile_rows(0, BA, BT, BC, BB)
     p_out += slot(first_out, o_b, step_out) * s_out + o_d
     m_out = (o_b < rows) & (o_d < D)
     o_sb = tl.arange(0, BT)
@@ -96,7 +93,7 @@ def attend_rows_kernel(
                 b_x, b_most, b_total = begin_sum(b_x, p_stat, p_stat + T, o_st, m_st)
         b_x, b_most, b_total = join_states(
             b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, first_row, step_row, rows,
-            first_k, step_k, K, T, R, begin, s_n, s_state, RELU, UNROLL, D, BA, BT, BC, BB,
+            first_k, step_k, K, T, R, begin, s_n, s_state, RELU, D, BA, BT, BC, BB,
         )  # fmt: skip
         store_rows(p_tile, end_sum(b_x, b_total, RELU), m, BA, BT, BC)
         if not RELU:
@@ -109,7 +106,7 @@ def attend_pull_kernel(
     p_grads, p_states, p_query, p_bias, p_rstd, p_stats, p_out, p_ds,
     T, R, first_slot, step_slot, first_row, step_row, rows, first_k, step_k, K, first_out, step_out,
     s_grads, s_grad, s_n, s_state, s_out, s_row,
-    RELU: tl.constexpr, ACCUMULATE: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr, ACCUMULATE: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(K, BB)
@@ -120,7 +117,7 @@ def attend_pull_kernel(
         K - skipped,
     )
     begin = tl.program_id(0) // groups * (BT // BB)
-    _, o_b, o_t, o_d = tile_rows(begin, 1, BA, BT, BC, BB)
+    o_b, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
     m, o_t = (o_b < left) & (o_t < T) & (o_d < D), o_t.to(tl.int64)
     p_v = p_states + slot(first_k, o_b, step_k) * s_n + o_t * s_state + o_d
     b_v = tl.reshape(tl.load(p_v, mask=m, other=0.0).to(tl.float32), (BA, BT, BC))
@@ -136,7 +133,7 @@ def attend_pull_kernel(
     b_u, b_back = pull_rows(
         b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats, p_ds, first_row, step_row,
         first_slot, step_slot, rows, first_k, step_k, left, rows, K, T, R, begin, s_grads, s_grad,
-        RELU, UNROLL, D, BA, BT, BC, BB,
+        RELU, D, BA, BT, BC, BB,
     )  # fmt: skip
     b_u = end_pull(b_u, b_back, b_v, b_r, D)
     if ACCUMULATE:
@@ -197,7 +194,7 @@ def attend_rows(a):
         sides, groups, tiles = tile, 1, T
         if whole is not None:
             BB = min(whole.BT, next_power_of_2(count))
-            sides = {"BB": BB, "UNROLL": LOADS, **tile}
+            sides = {"BB": BB, **tile}
             groups, tiles = cdiv(count, BB), cdiv(T, whole.BT // BB)
         chunks = even_programs(tiles, resident.programs * programs)
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
@@ -227,8 +224,7 @@ def attend_pull(a):
             grid = (even_programs(T, programs),)
         else:
             BB = min(whole.BT, next_power_of_2(K))
-            # One row at a time: with two, Triton 3.6 spills.
-            sides = {"BB": BB, "UNROLL": 1, **tile}
+            sides = {"BB": BB, **tile}
             grid = (cdiv(K, BB) * cdiv(T, whole.BT // BB),)
         for i, (L, row, first_slot) in enumerate(
             progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))

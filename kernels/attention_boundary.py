@@ -15,7 +15,6 @@ import triton.language as tl
 
 from .attend import (
     begin_sum,
-    dots,
     end_pull,
     end_sum,
     join,
@@ -26,7 +25,7 @@ from .attend import (
     pull_rows,
     rms_norm,
 )
-from .attend_rows import LOADS, attend_tile, query_grads
+from .attend_rows import attend_tile, query_grads
 from .common import (
     dropout,
     even_programs,
@@ -63,7 +62,7 @@ ENTRIES = ["p_seed", "p_partial_stats", "p_out_mean", "p_out_rstd"]
 def _far_and_near(
     b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R, begin,
     s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m,
-    RELU: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The sum of row k over ``partial`` and the near states but k."""
@@ -74,16 +73,15 @@ def _far_and_near(
             b_x, b_most, b_total = begin_sum(b_x, p_partial_stats, p_partial_stats + T, o_t, m_t)
     return join_states(
         b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, k, 1, 1, first, step, count, T, R,
-        begin, s_n, s_state, RELU, UNROLL, D, BA, BT, BC, 1,
+        begin, s_n, s_state, RELU, D, BA, BT, BC, 1,
     )  # fmt: skip
 
 
 @triton.jit
-def _own(b_v, b_q, b_r, p_bias, k, R):
-    """State k as U = 1 states, with its score for row k."""
-    b_v = b_v[None, :, :, :]
-    b_s = dots(b_v, b_q[None, :, :, :]) * b_r[None, :, :, :]
-    return b_v, b_s if p_bias is None else b_s + tl.load(p_bias + k * R + k)
+def _own_score(b_v, b_q, b_r, p_bias, k, R):
+    """Of row k and state k, (1, BT, 1)."""
+    b_s = row_sum(b_v * b_q) * b_r
+    return b_s if p_bias is None else b_s + tl.load(p_bias + k * R + k)
 
 
 @triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
@@ -92,7 +90,7 @@ def attention_boundary_fwd_kernel(
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_rstd, p_stats, p_out_mean, p_out_rstd,
     T, R, k, first, step, count, eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
-    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, UNROLL: tl.constexpr,
+    RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
@@ -112,7 +110,7 @@ def attention_boundary_fwd_kernel(
     b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
     b_x, b_most, b_total = _far_and_near(
         b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
-        begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, UNROLL, D, BA, BT, BC,
+        begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, D, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
@@ -130,7 +128,7 @@ def attention_boundary_fwd_kernel(
         b_v = load_tile(p_own, s_state, o_row, o_d, m).to(tl.float32)
         b_rstd = load_stat(p_own_rstd, o_t, m_t)
     if READS_OWN:
-        b_v, b_s = _own(b_v, b_q, b_rstd, p_bias, k, R)
+        b_s = _own_score(b_v, b_q, b_rstd, p_bias, k, R)
         b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
     if not RELU:
         store_stat(p_stats + k * 3 * T, b_most, o_t, m_t)
@@ -153,7 +151,6 @@ def attention_boundary_bwd_kernel(
     threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
-    UNROLL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)  # (BA, 1, BC)
@@ -179,12 +176,12 @@ def attention_boundary_bwd_kernel(
         if p_dout is not None or not RELU:
             b_x, b_most, b_total = _far_and_near(
                 b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count,
-                T, R, begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, UNROLL, D,
+                T, R, begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, D,
                 BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
-                b_own, b_s = _own(b_v, b_q, b_r, p_bias, k, R)
-                b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_own, RELU)
+                b_s = _own_score(b_v, b_q, b_r, p_bias, k, R)
+                b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
             b_x = end_sum(b_x, b_total, RELU)
         if p_dout is not None:
             b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
@@ -208,25 +205,26 @@ def attention_boundary_bwd_kernel(
             b_most, b_total = load_stat(p_row, o_t, m_t), load_stat(p_row + T, o_t, m_t, 1.0)
             b_delta = row_sum(b_g * b_x)
             store_stat(p_row + 2 * T, b_delta, o_t, m_t)
+        if p_pulled is not None:
+            b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
         b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
         L = pulls + PULLS_OWN
         if PULLS_OWN:
             b_bias = 0.0 if p_bias is None else tl.load(p_bias + k * R + k)
             b_u, b_back, b_ds = pull(
-                b_u, b_back, b_v, b_r, b_g[None, :, :, :], b_q[None, :, :, :], b_bias, b_most,
-                b_total, b_delta, m_t[None, None, :, None], RELU,
-            )  # fmt: skip
+                b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta, RELU
+            )
             if p_ds is not None:
                 tl.store(p_ds + o_t.to(tl.int64) * L, tl.reshape(b_ds, (BT,)), mask=m_t)
         b_u, b_back = pull_rows(
             b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats,
             p_ds if p_ds is None else p_ds + PULLS_OWN, first_row, row_step, first_slot, slot_step,
-            pulls, k, 1, 1, L, 1, T, R, begin, s_grads, s_grad, RELU, UNROLL, D, BA, BT, BC, 1,
+            pulls, k, 1, 1, L, 1, T, R, begin, s_grads, s_grad, RELU, D, BA, BT, BC, 1,
         )  # fmt: skip
         b_y = end_pull(b_u, b_back, b_v, b_r, D)
         if p_pulled is not None:
-            b_y += load_tile(p_pulled, s_pulled, o_row, o_d, m).to(tl.float32)
+            b_y += b_pulled.to(tl.float32)
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
             b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
@@ -247,7 +245,7 @@ def attention_boundary_forward(a):
     launch(
         attention_boundary_fwd_kernel, (cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
         R=a.query.shape[0], **near, s_n=a.states.stride(0), s_state=a.states.stride(1),
-        RELU=a.kind == "relu", UNROLL=LOADS, D=D, **tile._asdict(),
+        RELU=a.kind == "relu", D=D, **tile._asdict(),
         maxnreg=residency(16, tile.num_warps).registers,
     )  # fmt: skip
 
@@ -268,13 +266,12 @@ def attention_boundary_backward(a):
     if any(d is not None for d in channels):
         sums = a.query.new_empty(programs, 2, 1, D)
     if T > 0:
-        # One state at a time: with two, Triton 3.6 spills.
         launch(
             attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds,
             p_sums=sums, T=T, R=a.query.shape[0], **near, **pulls.numbers,
             s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), RELU=a.kind == "relu", UNROLL=1,
-            D=D, **tile._asdict(), maxnreg=registers,
+            s_grad=a.grads.stride(1), RELU=a.kind == "relu", D=D, **tile._asdict(),
+            maxnreg=registers,
         )  # fmt: skip
     if ds is not None:
         query_grads(ds, a, (a.k, 1), pulls.rows, sums, channels)

@@ -7,8 +7,8 @@
                u = pulled + sum_l W[l, k] * g_l,  dW[l, k] = <g_l, z_k>
                dy from u, through the state's norm weight, normalisation and dropout
 
-Every row reads the norm weights of the near states. A thread holds 16 or 32 bytes of one row, so
-that it reads them from the L1 cache in the layout that it uses. ``o_tile`` has an offset for each
+Every row reads the norm weights of the near states, from the L1 cache, in the layout in which a
+thread has its 16 or 32 bytes of a row. ``o_tile`` has an offset for each
 element, ``o_d`` one for each channel. The near states but k, and the pulled rows and slots but row
 k's, are arithmetic progressions, as in every pattern of DLCL, and are passed as three numbers each.
 """
@@ -35,9 +35,9 @@ from .common import (
 )
 from .launch import cdiv, launch, launcher, next_power_of_2
 from .near_sum import (
+    STAGES,
     add_dot,
-    add_own,
-    entry,
+    add_state,
     load_stat,
     load_tile,
     load_weight,
@@ -50,29 +50,16 @@ from .near_sum import (
 )
 
 
-def wide(D: int, itemsize: int) -> bool:
-    """Rows of more than 4 KiB."""
-    return D * itemsize > 4096
-
-
 def forward_tile(D: int, itemsize: int) -> RowTile:
     return row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=8)
 
 
 def backward_tile(D: int, itemsize: int) -> RowTile:
-    """16 bytes of a row per thread; 32 of a wide row, for fewer threads with more registers."""
-    per_thread = (32 if wide(D, itemsize) else 16) // itemsize
-    return row_tile(D, itemsize, per_thread=per_thread, num_warps=4)
+    """Fewer threads than in forward, with more registers for what they sum over the tokens."""
+    return row_tile(D, itemsize, per_thread=32 // itemsize, num_warps=4)
 
 
-def loads_at_once(D: int, itemsize: int) -> int:
-    """How many states a loop loads ahead; wide rows have no registers for more."""
-    return 2 if wide(D, itemsize) else 4
-
-
-# k, row and column are the same number. Where a kernel takes it once, ptxas shares addresses that
-# it then has to spill: 6 accesses in forward on sm_100, 3 in backward on sm_80.
-FORWARD_NUMBERS = ["T", "threshold", "k", "row", "first", "step", "count"]
+FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 # Each state has its entry in a table of all layers, which begins anywhere.
 ENTRIES = ["p_seed", "p_source_rstd", "p_out_mean", "p_out_rstd"]
 
@@ -81,11 +68,10 @@ ENTRIES = ["p_seed", "p_source_rstd", "p_out_mean", "p_out_rstd"]
 def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_weight, p_norm_weight, p_norm_bias, p_partial,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
-    T, R, k, row, first, step, count, source_eps, out_eps, threshold, scale,
+    T, R, k, first, step, count, source_eps, out_eps, threshold, scale,
     s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
     NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
-    READS_OWN: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    READS_OWN: tl.constexpr, VECTOR: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
@@ -95,7 +81,7 @@ def boundary_fwd_kernel(
     o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
     m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    k, row = k.to(tl.int64), row.to(tl.int64)
+    k = k.to(tl.int64)
     p_own = p_states + k * s_n
     # Loaded now, so that they arrive while the near states are summed.
     if p_branch is not None:
@@ -106,8 +92,8 @@ def boundary_fwd_kernel(
     if p_partial is not None:
         b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
     b_x = near_sum(
-        b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
-        begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
+        b_x, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
+        s_n, s_state, o_row, o_d, o_tile, m, D, VECTOR,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
@@ -124,8 +110,8 @@ def boundary_fwd_kernel(
     elif READS_OWN:
         b_n = load_tile(p_own, s_state, o_row, o_d, m)
     if READS_OWN:
-        b_x = add_own(
-            b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
+        b_x = add_state(
+            b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_tile, m, VECTOR
         )
     b_x = tl.where(m, b_x, 0.0)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
@@ -139,9 +125,9 @@ def boundary_fwd_kernel(
 @triton.jit
 def _pull(
     b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
-    row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
+    k, first_row, row_step, first_slot, slot_step, pulls, R, begun, s_grads,
     o_grad, o_d, o_tile, m_d, m,
-    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr,
     D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """``u + sum_l W[l, k] g_l`` and ``dW[l, k] = <g_l, z_k>`` over the rows l of the block.
@@ -150,24 +136,19 @@ def _pull(
     sums of dW (NP, BT, BC // 8).
     """
     if PULLS_OWN:
-        pair = entry(row * R + column)
-        b_u += load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_g
+        b_u += load_weight(p_weight, k * R + k, D, o_tile, m, VECTOR) * b_g
         if p_dots is not None:
-            b_dots = add_dot(b_dots, p_dots, 0, fresh, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
-    for start in range(0, pulls, UNROLL):
-        for j in tl.static_range(UNROLL):
-            i = entry(start + j)
-            m_l = i < pulls
-            slot_l = (first_slot + i * slot_step).to(tl.int64)
-            b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m & m_l, other=0.0)
-            b_gl = b_gl.to(tl.float32)
-            pair = (first_row + i * row_step).to(tl.int64) * R + column
-            b_u += load_weight(p_weight, pair, D, o_tile, m, m_l, VECTOR) * b_gl
+            b_dots = add_dot(b_dots, p_dots, 0, begun, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
+    for i in tl.range(0, pulls, num_stages=STAGES):
+        slot_l = (first_slot + i * slot_step).to(tl.int64)
+        b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m, other=0.0).to(tl.float32)
+        if i < pulls:
+            pair = (first_row + i * row_step).to(tl.int64) * R + k
+            b_u += load_weight(p_weight, pair, D, o_tile, m, VECTOR) * b_gl
             if p_dots is not None:
                 b_dots = add_dot(
-                    b_dots, p_dots, i + PULLS_OWN, fresh, b_gl, b_z, o_d, m_d & m_l, D, VECTOR,
-                    BT, BC,
-                )  # fmt: skip
+                    b_dots, p_dots, i + PULLS_OWN, begun, b_gl, b_z, o_d, m_d, D, VECTOR, BT, BC
+                )
     return b_u, b_dots
 
 
@@ -183,7 +164,7 @@ def _state_backward(
 
 
 BACKWARD_NUMBERS = [
-    "T", "threshold", "k", "row", "column", "grad_slot", "first", "step", "count", "first_row",
+    "T", "threshold", "k", "grad_slot", "first", "step", "count", "first_row",
     "row_step", "first_slot", "slot_step", "pulls",
 ]  # fmt: skip
 
@@ -193,18 +174,18 @@ def boundary_bwd_kernel(
     p_states, p_weight, p_norm_weight, p_norm_bias, p_partial, p_out_norm_weight,
     p_source_rstd, p_out_mean, p_out_rstd, p_seed, p_dx, p_dout, p_grads, p_pulled, p_dbranch,
     p_dresidual, p_dots, p_sums,
-    T, R, k, row, column, grad_slot, first, step, count, first_row, row_step, first_slot,
+    T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
     s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
     NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
     READS_OWN: tl.constexpr,
-    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, NP: tl.constexpr,
+    PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     o_d = row_channels(BA, BC)  # (BA, 1, BC)
     m_d = o_d < D
     o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
-    k, row, column = k.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
+    k = k.to(tl.int64)
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     program = tl.program_id(0).to(tl.int64)
     if p_dots is not None:
@@ -234,12 +215,12 @@ def boundary_bwd_kernel(
             if p_partial is not None:
                 b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
             b_x = near_sum(
-                b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step,
-                count, T, R, begin, s_n, s_state, VECTOR, UNROLL, D, BA, BT, BC,
+                b_x, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
+                s_n, s_state, o_row, o_d, o_tile, m, D, VECTOR,
             )  # fmt: skip
             if READS_OWN:
-                b_x = add_own(
-                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
+                b_x = add_state(
+                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_tile, m, VECTOR
                 )
             b_d, b_dw, b_db = output_backward(
                 b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D, OUT_RMS
@@ -259,17 +240,17 @@ def boundary_bwd_kernel(
             b_u += load_tile(p_pulled, s_pulled, o_row, o_d, m)
         o_grad = o_row * s_grad + o_d
         tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
-        fresh = entry(begin) < tl.num_programs(0) * BT
+        begun = begin >= tl.num_programs(0) * BT
         b_u, b_dots = _pull(
             b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
-            row, column, first_row, row_step, first_slot, slot_step, pulls, R, fresh, s_grads,
-            o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, UNROLL, D, BT, BC,
+            k, first_row, row_step, first_slot, slot_step, pulls, R, begun, s_grads,
+            o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, D, BT, BC,
         )  # fmt: skip
         if p_sums is not None:
             b_dnorm_weight += b_u * b_n
             b_dnorm_bias += b_u
         b_y = _state_backward(
-            b_u, b_n, b_source_rstd, p_norm_weight, column, o_tile, m, NORM_SOURCE, SOURCE_RMS, D
+            b_u, b_n, b_source_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE, SOURCE_RMS, D
         )
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
@@ -295,10 +276,9 @@ def boundary_forward(a):
     near = passed_near("boundary", tuple(a.near), a.k)
     tile = forward_tile(D, a.states.element_size())
     launch(
-        boundary_fwd_kernel, (cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], row=a.k,
-        **near, s_n=a.states.stride(0), s_state=a.states.stride(1),
-        VECTOR=a.weight.dim() == 3,
-        UNROLL=loads_at_once(D, a.states.element_size()), D=D, **tile._asdict(),
+        boundary_fwd_kernel, (cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], **near,
+        s_n=a.states.stride(0), s_state=a.states.stride(1),
+        VECTOR=a.weight.dim() == 3, D=D, **tile._asdict(),
     )  # fmt: skip
 
 
@@ -309,7 +289,7 @@ def boundary_backward(a):
     near = passed_near("boundary", tuple(a.near), a.k)
     pulls = passed_pulls("boundary", tuple(a.pull_rows), tuple(a.pull_slots), a.k)
     tile = backward_tile(D, a.states.element_size())
-    programs, registers = residency(12, tile.num_warps)
+    programs, registers = residency(8, tile.num_warps)
     programs = even_programs(cdiv(T, tile.BT), programs * multiprocessors(device))
     dots = sums = None
     if a.dweight is not None and pulls.rows:
@@ -320,10 +300,9 @@ def boundary_backward(a):
     if T > 0:
         launch(
             boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
-            R=a.weight.shape[0], row=a.k, column=a.k, **near, **pulls.numbers,
+            R=a.weight.shape[0], **near, **pulls.numbers,
             s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
             s_grad=a.grads.stride(1), VECTOR=vector,
-            UNROLL=loads_at_once(D, a.states.element_size()),
             NP=max(8, next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
             maxnreg=registers,
         )  # fmt: skip

@@ -10,6 +10,10 @@ import triton.language as tl
 
 from .common import norm_backward, normalise, rounded
 
+STAGES = tl.constexpr(3)
+"""Of a loop over states or gradients: two are copied ahead, to shared memory. Triton copies all
+that a loop loads but under a condition, so loads of what the L1 cache has stand under one."""
+
 
 @triton.jit
 def load_tile(p, s_row, o_row, o_d, m):
@@ -36,18 +40,12 @@ def store_stat(p, b_stat, o_t, m_t):
 
 
 @triton.jit
-def entry(i):
-    """A scalar as a (1, 1, 1) block, so that it can be combined with the masks of tiles."""
-    return tl.zeros((1, 1, 1), dtype=tl.int32) + i
-
-
-@triton.jit
-def load_weight(p_weight, pair, D, o_d, m_d, m_pair, VECTOR: tl.constexpr):
-    """W at a (row, state) pair, 0 where ``m_pair`` is false: a scalar, or one per channel."""
+def load_weight(p_weight, pair, D, o_d, m, VECTOR: tl.constexpr):
+    """W at a (row, state) pair: a scalar, or one per channel."""
     if VECTOR:
-        return tl.load(p_weight + pair * D + o_d, mask=m_d & m_pair, other=0.0)
+        return tl.load(p_weight + pair * D + o_d, mask=m, other=0.0)
     else:
-        return tl.load(p_weight + pair, mask=m_pair, other=0.0)
+        return tl.load(p_weight + pair, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -66,58 +64,47 @@ def mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m):
 
 
 @triton.jit
-def near_sum(
-    b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, T, R,
-    begin,
-    s_n, s_state, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """``b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)``.
-
-    A tile holds UNROLL states, so that all their loads are in flight before the first is used.
-    """
-    o_u = tl.arange(0, UNROLL * BA * BT)[:, None]
-    o_t = begin + o_u % BT  # (UNROLL * BA * BT, 1)
-    o_d = o_u // BT % BA * BC + tl.arange(0, BC)[None, :]  # (UNROLL * BA * BT, BC)
-    for start in range(0, count, UNROLL):
-        i = start + o_u // (BA * BT)
-        m_d = (o_d < D) & (i < count)
-        m = m_d & (o_t < T)
-        k = (first + i * step).to(tl.int64)
-        p = p_states + k * s_n + o_t.to(tl.int64) * s_state + o_d
-        b_n = tl.load(p, mask=m, other=0.0, eviction_policy="evict_first")
-        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_d, m_d)
-        b_w = load_weight(p_weight, row * R + k, D, o_d, m_d, i < count, VECTOR)
-        b_x += tl.sum(tl.reshape(b_w * b_z, (UNROLL, BA, BT, BC)), axis=0)
-    return b_x
-
-
-@triton.jit
-def add_own(
+def add_state(
     b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR: tl.constexpr
 ):
     """``x + W[row, k] * (n_k * norm_weight_k + norm_bias_k)`` of n_k, a tile in registers."""
     b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
-    pair = entry(row * R + k)
-    return b_x + load_weight(p_weight, pair, D, o_tile, m, pair >= 0, VECTOR) * b_z
+    return b_x + load_weight(p_weight, row * R + k, D, o_tile, m, VECTOR) * b_z
+
+
+@triton.jit
+def near_sum(
+    b_x, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, R,
+    s_n, s_state, o_row, o_d, o_tile, m, D, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """``b_x + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)``."""
+    for i in tl.range(0, count, num_stages=STAGES):
+        k = (first + i * step).to(tl.int64)
+        b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
+        if i < count:
+            b_x = add_state(
+                b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_tile, m, VECTOR
+            )
+    return b_x
 
 
 @triton.jit
 def add_dot(
-    b_dots, p_dots, i, fresh, b_g, b_z, o_d, m_d, D,
+    b_dots, p_dots, i, begun, b_g, b_z, o_d, m_d, D,
     VECTOR: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Adds <g, z> of a tile to entry i of the program's dW.
 
     A scalar is summed in each thread's registers until the end. A vector does not fit there, so it
-    is summed in a buffer of this program. ``fresh``: the buffer has no sum yet.
+    is summed in a buffer of this program. ``begun``: the buffer has a sum.
     """
     if VECTOR:
         p = p_dots + i * D + o_d
         b_dot = tl.sum(b_g * b_z, axis=1)[:, None, :]
         # Another thread may have written these elements for the previous tile.
         tl.debug_barrier()
-        b_dot += tl.load(p, mask=m_d & ~fresh, other=0.0)
+        if begun:
+            b_dot += tl.load(p, mask=m_d, other=0.0)
         tl.store(p, b_dot, mask=m_d)
     else:
         b_dot = tl.reshape(tl.sum(b_g * b_z, axis=0), (1, BT, BC // 8, 8))

@@ -55,11 +55,11 @@ def setting(file: str, functions: dict[str, Callable], options: dict[str, dict])
         yield
 
 
-def _rows(tile: str, residency: bool = False, loads: bool = False) -> dict[str, tuple]:
+def _rows(tile: str, residency: bool = False) -> dict[str, tuple]:
     """Settings of a kernel of whole rows: name -> (functions, options).
 
-    tile: the function that chooses the tile. residency, loads: whether the kernel has a choice of
-    resident warps, and of states that are loaded ahead.
+    tile: the function that chooses the tile. residency: whether the kernel has a choice of resident
+    warps.
     """
     common = import_module("deepfast.kernels.common")
     found = {}
@@ -70,8 +70,6 @@ def _rows(tile: str, residency: bool = False, loads: bool = False) -> dict[str, 
     for warps in (8, 16, 24) if residency else ():
         resident = {"residency": lambda _, n, w=warps: common.residency(w, n)}
         found[f"{warps} resident warps"] = resident, {}
-    for count in (1, 2, 8) if loads else ():
-        found[f"{count} states at once"] = {"loads_at_once": lambda *_, c=count: c}, {}
     return found
 
 
@@ -159,8 +157,8 @@ def _each(launch: Callable, calls: list[dict]) -> None:
 def boundary(bench: Bench) -> None:
     case = Boundary(bench, 512)
     for name, settings in (
-        ("boundary_forward", _rows("forward_tile", loads=True)),
-        ("boundary_backward", _rows("backward_tile", residency=True, loads=True)),
+        ("boundary_forward", _rows("forward_tile")),
+        ("boundary_backward", _rows("backward_tile", residency=True)),
     ):
         what = f"{name.replace('_', ' ')}, {case.size}"
         _case(bench, what, "boundary", settings, case.variant(name, "triton"))
