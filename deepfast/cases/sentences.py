@@ -74,30 +74,40 @@ def attention(
 
 
 def linear_cross_entropy(
-    name: str, rows: Rows, vocabulary: int, smoothing=0.1, reduction="mean", bias=False, chunk=None
+    name: str, rows: Rows, vocabulary: int, *, bias=False, weighted=False, chunk=None, **loss
 ) -> Case:
-    """Every fifth target is ignored."""
+    """Every fifth target is ignored. loss: the reduction, and the label smoothing if not 0.1."""
     target = torch.randint(vocabulary, rows.lead)
     target[1::5] = -100
-    there = case.on_devices(target)
+    there = case.on_devices(target, (torch.rand if weighted else torch.ones)(rows.lead))
     given: dict = {"x": rows.random(), "linear_weight": case.linear(vocabulary, rows.dim)}
     given |= {"linear_bias": Stored(torch.randn(vocabulary))} if bias else {}
-
-    options = {"label_smoothing": smoothing, "reduction": reduction}
+    options: dict = {"label_smoothing": 0.1, "reduction": "mean"} | loss
 
     def run(x, linear_weight, linear_bias=None, *, backend=None):
+        target, factor = there(x.device)
         more = options | {"linear_bias": linear_bias, "chunk_size": chunk, "backend": backend}
-        return ops.linear_cross_entropy(x, linear_weight, there(x.device)[0], **more)
+        more["token_weight"] = factor if weighted else None
+        return ops.linear_cross_entropy(x, linear_weight, target, **more)
 
     def plain(_, x, linear_weight, linear_bias=None):
         # Torch's product of one row is up to ten times less exact than that of several.
         parts = x.flatten(0, -2).split(chunk or max(1, rows.tokens))
         logits = torch.cat([F.linear(part, linear_weight, linear_bias) for part in parts])
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits, there(x.device)[0].flatten(), **options)
+        target, factor = (of_token.flatten() for of_token in there(x.device))
+        if not weighted:
+            losses = F.cross_entropy(logits, target, **options)
+            return losses.view(rows.lead) if losses.dim() else losses
+        losses = factor * F.cross_entropy(logits, target, **options | {"reduction": "none"})
+        if options["reduction"] == "none":
+            return losses.view(rows.lead)
+        count = factor[target >= 0].sum() if options["reduction"] == "mean" else 1
+        return losses.sum() / count
 
-    # Gradients are made in forward.
-    flops = 3 * 2 * rows.tokens * rows.dim * vocabulary, 0
+    product = 2 * rows.tokens * rows.dim * vocabulary
+    # Gradients are made in forward, those of each token in backward.
+    flops = (product, 3 * product) if options["reduction"] == "none" else (3 * product, 0)
     how = f"linear to {vocabulary:,} words, cross_entropy"
     return Case(name, "linear_cross_entropy", given, run, plain, how, flops=flops)
 
@@ -170,7 +180,7 @@ def linear_cross_entropy_calls(s: Sizes) -> Iterator[Case]:
     odd = s.rows(s.even, apart=3)
     yield make("odd vocabulary, ignored targets", odd, 4 * s.odd + 1, chunk=4 * s.tokens // 7 + 1)
     half = s.rows(s.misfit, tokens=s.tokens // 2 + 1)
-    yield make("aligned, no smoothing", half, 4 * s.even, smoothing=0.0, bias=True)
+    yield make("aligned, no smoothing", half, 4 * s.even, label_smoothing=0.0, bias=True)
     # The mean of no token is nan.
     yield make("no token", s.rows(s.even, tokens=0), s.even, reduction="sum")
 

@@ -15,7 +15,9 @@ from deepfast.ops.register import Op
 from deepfast.reference.linear_cross_entropy import linear_cross_entropy as reference
 from deepfast.reference.linear_cross_entropy import logits_dtype, project
 
-REDUCTIONS = ("mean", "sum")
+REDUCTIONS = ("mean", "sum", "none")
+LEAVES = ("hidden", "weight", "bias")
+"""The operands with gradients."""
 
 # A chunk has 1 / SHARE of the tokens, and at least so many rows that its matrix products are fast.
 SHARE, LEAST_ROWS = 32, 256
@@ -89,7 +91,10 @@ def _add_outer(
 
 def _forward(a):
     hidden, weight, dtype, (V, D) = a.hidden, a.weight, a.hidden.dtype, a.weight.shape
-    wide = logits_dtype(dtype)
+    write_grad = a.want_dhidden or a.want_dweight or a.want_dbias
+    weighted = write_grad and a.token_weight is not None
+    # Weights multiply the gradients of the logits before these are rounded.
+    wide = compute_dtype(dtype) if weighted else logits_dtype(dtype)
     _, launch = backends.choose("linear_cross_entropy", a.backend, hidden.device, wide)
     rows, target = common.rows(hidden), a.target.reshape(-1).contiguous()
     T, ignored = rows.shape[0], target == a.ignore_index
@@ -111,25 +116,32 @@ def _forward(a):
         padded[:, V:].zero_()
         buffers.append(padded[:, :V])
     buffer, narrow = buffers
-    losses = hidden.new_empty(2, T, dtype=compute_dtype(dtype))
+    losses, nlls = (hidden.new_empty(T, dtype=compute_dtype(dtype)) for _ in range(2))
+    factor = None if a.token_weight is None else a.token_weight.reshape(-1).to(losses.dtype)
+    if factor is not None:
+        factor = factor.masked_fill(ignored, 0)
     if T == 0:
         dweight.zero_(), dbias.zero_()
-    write_grad = a.want_dhidden or a.want_dweight or a.want_dbias
     options = {"label_smoothing": a.label_smoothing, "ignore_index": a.ignore_index}
     for start in range(0, T, max(chunk, 1)):
         part = slice(start, start + chunk)
         h = rows[part]
         logits = buffer[: h.shape[0]]
-        _project(h, projection, shift, logits)
-        loss, nll = losses[:, part]
+        product = logits if wide == logits_dtype(dtype) else narrow[: h.shape[0]]
+        _project(h, projection, shift, product)
+        if product is not logits:
+            logits.copy_(product)
         if a.count_correct:
             # The launch may write gradients over the logits.
             correct += (logits.argmax(1) == target[part]).sum()
+        results = {"loss": losses[part], "nll": nlls[part]}
         launch.cross_entropy(
-            logits=logits, target=target[part], **options, write_grad=write_grad, loss=loss, nll=nll
+            logits=logits, target=target[part], **options, write_grad=write_grad, **results
         )
+        if weighted:
+            logits *= factor[part].unsqueeze(1)
         if write_grad and wide != dtype:
-            # Products of gradients, which are in [-1, 1], are in 16 bits.
+            # Products of gradients, which are in [-1, 1] times the token's weight, are in 16 bits.
             logits = narrow[: h.shape[0]].copy_(logits)
         if a.want_dhidden:
             torch.mm(logits, projection, out=dhidden.view(-1, D)[part])
@@ -138,31 +150,38 @@ def _forward(a):
         for columns in _classes(logits) if a.want_dbias else ():
             sums = logits[:, columns].sum(0, dtype=dbias.dtype)
             dbias[columns] = sums if start == 0 else dbias[columns] + sums
-    count = (~ignored).sum() if a.mean else losses.new_ones(())
+    if factor is not None:
+        losses, nlls = losses * factor, nlls * factor
+    count = losses.new_ones(())
+    if a.reduction == "none":
+        loss, nll = losses.view_as(a.target), nlls.view_as(a.target)
+        return loss, nll, correct, dhidden, dweight, dbias, count
+    if a.reduction == "mean":
+        count = (~ignored).sum() if factor is None else factor.sum()
     # Where every target is ignored, the mean loss is nan and its gradient 0.
-    scale = count.clamp(min=1).to(losses.dtype).reciprocal()
-    loss, nll = losses[0].sum() / count, losses[1].sum() / count
-    return loss, nll, correct, dhidden, dweight, dbias, scale
+    scale = count.masked_fill(count == 0, 1).to(losses.dtype).reciprocal()
+    return losses.sum() / count, nlls.sum() / count, correct, dhidden, dweight, dbias, scale
 
 
 def _plain(a):
     weight, bias = (None if p is None else p.to(a.hidden.dtype) for p in (a.weight, a.bias))
-    options = {"label_smoothing": a.label_smoothing, "ignore_index": a.ignore_index}
-    reduction = "mean" if a.mean else "sum"
-    loss, nll = reference(a.hidden, weight, a.target, bias=bias, reduction=reduction, **options)
+    names = "label_smoothing", "ignore_index", "token_weight", "reduction"
+    options = {name: getattr(a, name) for name in names}
+    loss, nll = reference(a.hidden, weight, a.target, bias=bias, **options)
     return loss, nll, (project(a.hidden, weight, bias).argmax(-1) == a.target).sum()
 
 
 def _fake(a):
     dtype = compute_dtype(a.hidden.dtype)
-    loss = a.hidden.new_empty((), dtype=dtype)
+    shape = a.target.shape if a.reduction == "none" else ()
+    loss, scale = (a.hidden.new_empty(sizes, dtype=dtype) for sizes in (shape, ()))
     # These are gradients of the summed loss; backward multiplies them by the small factor of the
     # mean, in fp32. Those of weight and bias are in fp32 until then, because a sum over many tokens
     # could overflow fp16.
     dhidden = a.hidden.new_empty(a.hidden.shape if a.want_dhidden else 0)
     dweight = a.weight.new_empty(a.weight.shape if a.want_dweight else 0, dtype=dtype)
     dbias = a.weight.new_empty(a.weight.shape[0] if a.want_dbias else 0, dtype=dtype)
-    nll, correct, scale = torch.empty_like(loss), a.target.new_empty(()), torch.empty_like(loss)
+    nll, correct = torch.empty_like(loss), a.target.new_empty(())
     return loss, nll, correct, dhidden, dweight, dbias, scale
 
 
@@ -195,13 +214,30 @@ def _setup(ctx, a, results):
     ctx.mark_non_differentiable(*results[1:])
     # A hook on saved tensors may keep references to them.
     ctx.shared = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    operands = {"hidden": a.hidden, "weight": a.weight, "bias": a.bias}
+    ctx.again = None
+    if a.reduction == "none":
+        read = *LEAVES, "target", "token_weight"
+        ctx.again = a._replace(**dict.fromkeys(read), reduction="sum", count_correct=False)
+        return {name: common.detached(getattr(a, name)) for name in read}
+    operands = {name: getattr(a, name) for name in LEAVES}
     grads = {name: getattr(results, f"d{name}") for name in operands}
     ctx.dtypes = {name: None if x is None else x.dtype for name, x in operands.items()}
     return grads | {"scale": results.scale}
 
 
+def _gradients_of_each(op, ctx, kept, grads) -> dict:
+    """The gradients where each token's loss has its own: forward runs again, with these as the
+    tokens' weights."""
+    factor = grads.loss if kept["token_weight"] is None else grads.loss * kept["token_weight"]
+    wants = {f"want_d{name}": getattr(ctx.needs, name) for name in LEAVES}
+    given = ctx.again._replace(**kept | wants | {"token_weight": factor})
+    results = op.results(*op.registered(*given))
+    return {name: getattr(results, f"d{name}") for name in LEAVES}
+
+
 def _backward(op, ctx, kept, grads):
+    if ctx.again is not None:
+        return _gradients_of_each(op, ctx, kept, grads)
     factor = grads.loss * kept.pop("scale")
     overwrite = _may_overwrite(ctx, factor)
     return {
@@ -213,8 +249,8 @@ def _backward(op, ctx, kept, grads):
 
 _linear_cross_entropy = Op(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "float label_smoothing, int ignore_index, bool mean, int? chunk, bool want_dhidden, "
-    "bool want_dweight, bool want_dbias, bool count_correct, str? backend) "
+    "Tensor? token_weight, float label_smoothing, int ignore_index, str reduction, int? chunk, "
+    "bool want_dhidden, bool want_dweight, bool want_dbias, bool count_correct, str? backend) "
     "-> (Tensor loss, Tensor nll, Tensor correct, Tensor dhidden, Tensor dweight, Tensor dbias, "
     "Tensor scale)",
     _forward,
@@ -246,6 +282,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
+    token_weight: Tensor | None = None,
     reduction: str = "mean",
     chunk_size: int | None = None,
     return_nll: bool = False,
@@ -255,11 +292,16 @@ def linear_cross_entropy(
     """Cross entropy of the linear map ``x W^T + b`` against ``target``, without storing all logits.
 
     ``nll = -log softmax(z)[target]`` and ``loss = (1 - s) * nll + s * mean_v(-log softmax(z)[v])``
-    with the logits z and s the label smoothing, summed or averaged over the targets that are not
-    ignored. Forward processes the tokens in chunks. While it has the logits of a chunk, it also
-    computes the gradients that are needed. That takes three matrix products in all, and autograd
-    saves only the gradients of ``x``, ``linear_weight`` and ``linear_bias``. The matrix products
-    are torch's.
+    with the logits z and s the label smoothing, each times the target's weight; of each target, or
+    summed or averaged over the targets that are not ignored. Forward processes the tokens in
+    chunks. While it has the logits of a chunk, it also computes the gradients that are needed. That
+    takes three matrix products in all, and autograd saves only the gradients of ``x``,
+    ``linear_weight`` and ``linear_bias``. The matrix products are torch's.
+
+    With ``reduction="none"`` the gradients depend on those of the losses. So autograd saves x and
+    the parameters in their place, and backward computes the logits again, chunk by chunk, with the
+    gradients of the losses as weights: four products. A chunk takes 4 bytes a logit in fp32, 6 in
+    fp16, and 2 in bf16, or 6 where its gradients have weights.
 
     In bf16 the logits are rounded to bf16, as torch's linear rounds them. In fp16, where they could
     overflow, they are in fp32. The gradients of the logits are rounded to x's dtype; the softmax,
@@ -275,7 +317,10 @@ def linear_cross_entropy(
             CPU. On a GPU, where a check would wait for the device, it makes the loss nan.
         label_smoothing: in [0, 1].
         ignore_index: targets of this value, which fits into 32 bits, give no loss and no gradient.
-        reduction: "mean" over the targets that are not ignored, nan where all are; or "sum".
+        token_weight: (...), any of these dtypes: a factor of the loss of each target, without
+            gradient; None is 1.
+        reduction: "sum"; "mean": the sum over the sum of the weights of the targets that are not
+            ignored, nan where that is 0; or "none".
         chunk_size: tokens per chunk; by default 1/32 of the tokens, at least 256. On a GPU at least
             1,024, and more where the vocabulary has less than 8,192 words.
         return_nll: whether to return the nll too, with the same reduction and without gradient.
@@ -284,7 +329,7 @@ def linear_cross_entropy(
         backend: backend of everything between the matrix products, see `deepfast.backend`.
 
     Returns:
-        The loss, 0-dim, in fp32 (fp64 for fp64); with ``return_nll`` and
+        The loss, 0-dim, or (...) with "none", in fp32 (fp64 for fp64); with ``return_nll`` and
         ``return_correct`` a tuple: the loss, then the nll and the number, each only if requested.
 
     Raises: as every op, see `deepfast.ops`.
@@ -302,16 +347,21 @@ def linear_cross_entropy(
     # Triton takes an integer of 32 bits and one of 64 in different kernels.
     checks.whole(op, -(2**31), 2**31 - 1, ignore_index=ignore_index)
     checks.flag(op, return_nll=return_nll, return_correct=return_correct)
+    checks.parameter(op, "token_weight", token_weight, tuple(target.shape), x.device)
+    if token_weight is not None and token_weight.requires_grad:
+        raise ValueError(
+            f"{op}: token_weight must not require a gradient; multiply what reduction='none' gives"
+        )
     (x,) = common.autocast(x)
     _check_parameter("linear_weight", linear_weight, ("V", x.shape[-1]), x)
     if linear_bias is not None:
         _check_parameter("linear_bias", linear_bias, (linear_weight.shape[0],), x)
     given = x, linear_weight, linear_bias
-    differentiate = torch.is_grad_enabled()
+    differentiate = torch.is_grad_enabled() and reduction != "none"
     wants = [differentiate and p is not None and p.requires_grad for p in given]
-    options = label_smoothing, ignore_index, reduction == "mean", chunk_size
+    options = label_smoothing, ignore_index, reduction, chunk_size
     loss, nll, correct = _linear_cross_entropy(
-        *given, target, *options, *wants, return_correct, backend
+        *given, target, token_weight, *options, *wants, return_correct, backend
     )
     if not return_nll and not return_correct:
         return loss

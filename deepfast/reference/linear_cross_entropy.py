@@ -45,17 +45,24 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
+    token_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """Loss and nll of the logits ``hidden weight^T + bias``, summed or averaged over targets.
+    """Loss and nll of the logits ``hidden weight^T + bias``: of each target, summed or averaged.
 
-    hidden (..., D), weight (V, D), bias (V,), target (...). The mean is over the targets that are
-    not ignored; it is nan where all are.
+    hidden (..., D), weight (V, D), bias (V,), target and token_weight (...), the factors of the
+    targets. The mean is divided by the sum of the factors, 1 by default, of the targets that are
+    not ignored; it is nan where that is 0.
     """
     logits = project(hidden, weight, bias).to(compute_dtype(hidden.dtype))
-    logits, target = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
-    loss, nll = losses(logits, target, label_smoothing, ignore_index)
-    count = (target != ignore_index).sum() if reduction == "mean" else torch.ones(())
+    factor = (target != ignore_index).to(logits.dtype)
+    if token_weight is not None:
+        factor = token_weight.to(logits.dtype).where(factor > 0, 0.0)
+    rows = logits.reshape(-1, weight.shape[0]), target.reshape(-1)
+    loss, nll = (factor * x.view_as(factor) for x in losses(*rows, label_smoothing, ignore_index))
+    if reduction == "none":
+        return loss, nll
+    count = factor.sum() if reduction == "mean" else 1
     return loss.sum() / count, nll.sum() / count
 
 

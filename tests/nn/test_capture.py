@@ -64,6 +64,18 @@ def test_an_encoder_with_a_loss(recompute, norm):
     assert not trained(step, [words, *encoder.parameters()])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_with_weights(reduction):
+    x, words = torch.randn(B * S, D, requires_grad=True), torch.randn(WORDS, D, requires_grad=True)
+    labels, factor = torch.zeros(B * S, dtype=torch.int64), torch.rand(B * S)
+    options = {"token_weight": factor, "reduction": reduction}
+
+    def step():
+        return ops.linear_cross_entropy(x, words, labels, **options).sum()
+
+    assert not trained(step, [x, words])
+
+
 @pytest.mark.parametrize(
     "dlcl", [{"window": 3}, {"softmax": True}, {"weight_type": "vector"}], ids=str
 )

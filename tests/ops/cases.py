@@ -75,12 +75,16 @@ FEWER = {
     "depth_mix, no norm": lambda n, rows, _: ops.depth_mix(n, rows, K, norm=()),
     "depth_attention, scores": lambda n, rows, _: ops.depth_attention(n, rows, K, 2, scored=True),
     "norm_linear, alone": lambda n, rows, _: ops.norm_linear(n, rows, N, residual=False),
+    "linear_cross_entropy, of each token": lambda n, rows, _: sentences.linear_cross_entropy(
+        n, rows, N, weighted=True, reduction="none"
+    ),
 }
 """With other or fewer operands."""
 EVERY = MAKERS | RMS | FEWER
 
 PRODUCTS = [name for name in EVERY if name.startswith(("norm_linear", "feed_forward"))]
-OTHERS = (*PRODUCTS, "attention", "linear_cross_entropy", "peephole_lstm")
+LOSSES = ("linear_cross_entropy", "linear_cross_entropy, of each token")
+OTHERS = (*PRODUCTS, *LOSSES, "attention", "peephole_lstm")
 ROWS = [name for name in EVERY if name not in OTHERS]
 """Cases over tokens (..., D) without a matrix product, whose bits depend on strides and threads."""
 

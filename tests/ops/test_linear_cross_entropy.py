@@ -33,11 +33,22 @@ def operands(T, D, V, dtype=torch.float32, ignored=0.3):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [1, 4, None])
 def test_agrees(backend, dtype, shape, smoothing, biased, reduction, chunk):
     T, D, V = shape
-    options = {"smoothing": smoothing, "reduction": reduction, "bias": biased, "chunk": chunk}
+    options = {"label_smoothing": smoothing, "reduction": reduction, "bias": biased}
+    case = sentences.linear_cross_entropy("", Rows((T,), D), V, chunk=chunk, **options)
+    assert_agrees(case, backend, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(backends.DTYPES), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_weighted_agrees(backend, dtype, shape, reduction, chunk):
+    T, D, V = shape
+    options = {"reduction": reduction, "chunk": chunk, "bias": True, "weighted": True}
     assert_agrees(sentences.linear_cross_entropy("", Rows((T,), D), V, **options), backend, dtype)
 
 
@@ -96,6 +107,52 @@ def test_ignored_rows_do_not_matter(backend):
     assert grad[[0, 1, 3, 4, 5]].isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weights_of_ignored_targets_do_not_matter(backend, reduction):
+    hidden, weight, target = operands(6, 4, 9, ignored=0)
+    target[2] = -100
+    hidden.requires_grad_(), weight.requires_grad_()
+    found = []
+    for value in (math.nan, 1.0):
+        factor = torch.linspace(0, 2, 6)
+        factor[2] = value
+        loss = linear_cross_entropy(
+            hidden, weight, target, token_weight=factor, reduction=reduction, backend=backend
+        )
+        found.append([loss, *torch.autograd.grad(loss.sum(), (hidden, weight))])
+    assert all(map(torch.equal, *found))
+    assert all(x.isfinite().all() for x in found[0])
+
+
+def test_no_weight_counts(backend):
+    hidden, weight, target = operands(5, 4, 7, ignored=0)
+    loss = linear_cross_entropy(
+        hidden.requires_grad_(), weight, target, token_weight=torch.zeros(5), backend=backend
+    )
+    assert loss.isnan()
+    assert not torch.autograd.grad(loss, hidden)[0].any()
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0), (3,), (2, 3)], ids=str)
+def test_the_losses_of_each_target(backend, lead):
+    hidden, target = torch.randn(*lead, 4, requires_grad=True), torch.randint(9, lead)
+    weight = torch.randn(9, 4, requires_grad=True)
+    options = {"label_smoothing": 0.1, "reduction": "none", "backend": backend}
+    loss, nll, correct = linear_cross_entropy(
+        hidden, weight, target, return_nll=True, return_correct=True, **options
+    )
+    assert loss.shape == nll.shape == lead
+    assert correct.shape == ()
+    assert not nll.requires_grad
+    expected = F.cross_entropy(
+        F.linear(hidden, weight).view(-1, 9), target.view(-1), reduction="none", label_smoothing=0.1
+    ).view(lead)
+    torch.testing.assert_close(loss, expected)
+    grad, leaves = torch.randn(lead), (hidden, weight)
+    got = torch.autograd.grad(loss, leaves, grad)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves, grad))
+
+
 def test_strided_operands(backend):
     hidden, weight, target = operands(10, 12, 33)
     wide = torch.randn(10, 30)
@@ -129,14 +186,15 @@ def test_counts_the_targets_with_the_largest_logit(backend, dtype, shape, chunk)
     assert alone.item() == correct.item()
 
 
-def test_gradients_for_several_factors_at_once(backend):
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_for_several_factors_at_once(backend, reduction):
     hidden, weight, target = operands(9, 8, 33)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
     def loss():
-        return linear_cross_entropy(*leaves, target, backend=backend)
+        return linear_cross_entropy(*leaves, target, reduction=reduction, backend=backend)
 
-    factors = torch.tensor([1.0, 2.0])
+    factors = torch.rand(2, *loss().shape)
     several = torch.autograd.grad(loss(), leaves, factors, is_grads_batched=True)
     for i, factor in enumerate(factors):
         one = torch.autograd.grad(loss(), leaves, factor)
@@ -161,24 +219,25 @@ def test_only_what_is_wanted_is_computed(backend, trainable):
         assert count == 1 + enabled * len({"x", "linear_weight"}.intersection(trainable))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(tolerances, backend, dtype):
+def test_autocast(tolerances, backend, dtype, reduction):
     """The same as with cast operands; the gradient of an fp32 weight is never rounded."""
     hidden, weight, target = operands(37, 24, 300)
     given = hidden, weight, torch.randn(300)
     h, w, b = leaves = [t.detach().requires_grad_() for t in given]
     with torch.autocast("cpu", dtype):
         loss = linear_cross_entropy(
-            h, w, target, linear_bias=b, label_smoothing=0.1, backend=backend
+            h, w, target, linear_bias=b, label_smoothing=0.1, reduction=reduction, backend=backend
         )
     assert loss.dtype == torch.float32
-    grads = torch.autograd.grad(loss, leaves)
+    grads = torch.autograd.grad(loss.sum(), leaves)
     assert {g.dtype for g in grads} == {torch.float32}
 
     def plain(kind):
         h, w, b = cast = [t.to(dtype).to(kind).requires_grad_() for t in given]
-        out = reference(h, w, target, bias=b, label_smoothing=0.1)[0]
-        return torch.autograd.grad(out, cast)
+        out = reference(h, w, target, bias=b, label_smoothing=0.1, reduction=reduction)[0]
+        return torch.autograd.grad(out.sum(), cast)
 
     for got, near, exact in zip(grads, plain(dtype), plain(torch.float64), strict=True):
         tolerances.assert_accurate(got, near, exact, dtype)
@@ -241,6 +300,21 @@ def test_peak_memory_without_gradients(meter):
     with meter() as forward:
         linear_cross_entropy(hidden, weight, target, chunk_size=T // 32)
     assert forward.peak < 0.035 * 4 * T * V
+
+
+def test_peak_memory_of_each_token(meter):
+    """Autograd keeps no copy; backward has the gradients and one chunk of logits."""
+    T, D, V = 1024, 64, 4000
+    hidden, weight, target = operands(T, D, V)
+    hidden.requires_grad_(), weight.requires_grad_()
+    options = {"token_weight": torch.rand(T), "reduction": "none", "chunk_size": T // 32}
+    with meter() as forward:
+        loss = linear_cross_entropy(hidden, weight, target, **options)
+    assert forward.left < 8 * T + 2000
+    assert forward.peak < 0.035 * 4 * T * V
+    with meter() as backward:
+        loss.mean().backward()
+    assert backward.peak < hidden.nbytes + weight.nbytes + 0.04 * 4 * T * V
 
 
 def test_chunks_on_a_gpu_have_enough_rows_for_its_products():
