@@ -10,12 +10,24 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from tests.matrix import chosen, runs
 
 ROOT = Path(__file__).parents[1]
+
+# The same examples each time, on a machine of any speed.
+hypothesis.settings.register_profile(
+    "deepfast",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=20,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("deepfast")
 
 # Programs that the tests start find the package of this tree, installed or not.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
