@@ -28,3 +28,10 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        """A function hides the module that has its name, as in Python."""
+        for package in [pkg, *(m for m in pkg.modules.values() if m.is_subpackage)]:
+            for name in package.exports or ():
+                if name in package.modules and name in package[name].members:
+                    package[str(name)] = package[name][name]
