@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from deepfast.measure import jobs, memory_steps, page, steps
-from deepfast.measure.clock import COPY, Row
 from deepfast.measure.connections import (
     CONNECTIONS,
     OURS,
@@ -17,6 +14,9 @@ from deepfast.measure.connections import (
     pairs,
     ratios,
 )
+
+from deepfast.measure import jobs, memory_steps, page, steps
+from deepfast.measure.clock import COPY, Row
 from deepfast.measure.encoders import (
     CHECKPOINTED,
     LOOP,

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deepfast.measure.connections import CONNECTIONS
 from matplotlib.figure import Figure
 
 from deepfast.files import DataError
 from deepfast.measure import attention_picture, report_pictures
 from deepfast.measure import weight_picture as weights
-from deepfast.measure.connections import CONNECTIONS
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.pictures import picture
 from deepfast.measure.sweep_picture import draw

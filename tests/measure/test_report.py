@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
 
 from deepfast.cli import main
 from deepfast.measure import page, report, steps
-from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
 from deepfast.measure.encoders import VARIANTS
 from deepfast.measure.jobs import Job, run_jobs
 from deepfast.measure.settings import QUICK
