@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure.steps import write_trace
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
-    settings = replace(settings, training=not args.no_training)
-    if args.compile:
-        settings = replace(settings, compile_up_to=12)
+    settings = replace(
+        settings, training=not args.no_training, compile_up_to=12 if args.compile else 0
+    )
     # The command that makes the same report, without the output folder.
     options = [n for n in ("full", "quick", "no_training", "compile") if getattr(args, n)]
     command = " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in options)])
@@ -47,10 +47,9 @@ def run(args: argparse.Namespace) -> int:
     report = make_report(settings, command)
     path = page.write(report, args.output)
     if args.trace and not report["interrupted"]:
-        depth = write_trace(settings, args.output / "trace.json")
-        print(
-            f"{args.output / 'trace.json'}: a step of {depth} layers, for https://ui.perfetto.dev"
-        )
+        trace = args.output / "trace.json"
+        depth = write_trace(settings, trace)
+        print(f"{trace}: a step of {depth} layers, for https://ui.perfetto.dev")
     for card in page.headlines(report):
         print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"

@@ -84,10 +84,9 @@ def policies(settings: Settings) -> list[Turns]:
     return found
 
 
-def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
-    """Sizes, and the rows with ratios: predicted to measured peaks, with and without parameters,
+def policy_chapter(settings: Settings, rows: list[Row]) -> list[dict]:
+    """The rows with ratios: predicted to measured peaks, with and without parameters,
     and times to the time of `none`."""
-    sizes = predicted(settings, 1, POLICIES[0]).sizes
     keep = next((r for r in rows if r.seconds and r.variant == POLICIES[0]), None)
     found = []
     for row in rows:
@@ -108,15 +107,7 @@ def policy_chapter(settings: Settings, rows: list[Row]) -> dict:
                 "expected_relative": known.time,
             }
         )
-    return {
-        "tokens": settings.memory_tokens,
-        "sentences": settings.memory_batch,
-        "dim": sizes.dim,
-        "num_heads": sizes.num_heads,
-        "ffn_dim": sizes.ffn_dim,
-        "dropout": DROPOUT,
-        "rows": found,
-    }
+    return found
 
 
 def ratio(row: Row, more: int = 0) -> float | None:
