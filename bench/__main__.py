@@ -24,7 +24,7 @@ from bench.results import FOLDER, Result, path_of, read, result, write
 from deepfast.measure.bench_ops import CASES, Sizes
 from deepfast.measure.bench_ops import measure as measure_op
 from deepfast.measure.clock import COPY, Row, keep_memory, ratios
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, RESIDUAL, STACK
+from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, RESIDUAL, STACK
 from deepfast.measure.forms import COMPILED, PER_ROW
 from deepfast.measure.jobs import Turns, run_jobs
 from deepfast.measure.memory_steps import policies
@@ -93,7 +93,7 @@ def memory(settings: Settings) -> Iterator[Result]:
     layers = MANY_LAYERS if settings.rounds > 1 else settings.depths[-1]
     settings = replace(settings, depths=(layers,), policy_depth=layers)
     sizes = f"{settings.memory_tokens} tokens, D={settings.memory_dim}, fp32, {layers} layers"
-    yield from compared("memory", policies(settings), POLICIES[0], sizes)
+    yield from compared("memory", policies(settings, PLAIN_FORMS), POLICIES[0], sizes)
     deepest = plan(budget="24GiB", dim=512, tokens=8192).sizes.num_layers
     sizes = "D=512, 8,192 tokens, Adam, a decoder of 6 layers"
     yield result([deepest], "layers", sizes, COMMAND + "memory", "planned in 24 GiB", "")

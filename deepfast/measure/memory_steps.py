@@ -1,12 +1,13 @@
 """Recompute policies of an encoder, predicted and measured, and plain PyTorch beside them."""
 
 import statistics
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
 
 from deepfast.measure.clock import Row
-from deepfast.measure.encoders import DROPOUT, PLAIN_FORMS, STACK, PlainEncoder
+from deepfast.measure.encoders import DROPOUT, STACK, PlainEncoder
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.steps import states_of_stacks
@@ -55,15 +56,14 @@ def predicted(settings: Settings, depth: int, policy: str) -> Plan:
     )  # fmt: skip
 
 
-def policies(settings: Settings) -> list[Turns]:
-    """Every policy at every depth, without the parameters' bytes. At one depth they are timed, and
-    plain PyTorch with them."""
+def policies(settings: Settings, plain: Sequence[str] = ()) -> list[Turns]:
+    """Every policy at every depth, without the parameters' bytes, and forms of plain PyTorch beside
+    them. At one depth they are timed."""
     found = []
     for depth in settings.depths:
-        timed = depth == settings.policy_depth
         rows = [
             Row(variant=name, depth=depth, tokens=settings.memory_tokens)
-            for name in (*POLICIES, *(PLAIN_FORMS if timed else ()))
+            for name in (*POLICIES, *plain)
         ]
         for row in rows:
             if row.variant in POLICIES:
@@ -73,7 +73,7 @@ def policies(settings: Settings) -> list[Turns]:
                 states = states_of_stacks(depth) + 20 * depth
                 row.predicted_bytes = 4 * states * settings.memory_tokens * settings.memory_dim
         make = partial(PolicyCase, settings, depth)
-        rounds = settings.rounds if timed else 0
+        rounds = settings.rounds if depth == settings.policy_depth else 0
         label = f"{depth} layers"
         found.append(Turns("recompute policies", label, rows, make, rounds, settings.clock))
     return found

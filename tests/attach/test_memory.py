@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 import torch
-from bench.attach import bert, states_per_layer, torch_encoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
+from bench.attach import bert, states_per_layer, torch_encoder
 from deepfast.attach import passes
 from deepfast.memory import LiveBytes
 from tests.attach import models
