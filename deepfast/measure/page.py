@@ -37,7 +37,7 @@ def seconds(value: float) -> str:
 # ---- the main results ----------------------------------------------------------------------------
 
 QUANTITIES = {"median_seconds": ("time", "seconds"), "peak_bytes": ("peak memory", "bytes")}
-PARTS = {"steps": "a step", "mixing": "the mixing alone", "policies": "a step"}
+PARTS = {"steps": "a step", "mixing": "the mixing alone", "policies": "a step with recompute"}
 RATIOS = (
     *(("steps", v, "deepfast", "median_seconds") for v in VARIANTS if v != "deepfast"),
     ("steps", REFERENCE, "deepfast", "peak_bytes"),
