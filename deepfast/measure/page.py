@@ -37,7 +37,11 @@ def seconds(value: float) -> str:
 # ---- the main results ----------------------------------------------------------------------------
 
 QUANTITIES = {"median_seconds": ("time", "seconds"), "peak_bytes": ("peak memory", "bytes")}
-PARTS = {"steps": "a step", "mixing": "the mixing of DLCL alone", "policies": "a step"}
+PARTS = {
+    "steps": "a step",
+    "mixing": "the mixing of DLCL alone",
+    "policies": "a step with recompute",
+}
 ONE = "", "DLCL"
 """The connections that the main results are about."""
 RATIOS = (
