@@ -66,7 +66,7 @@ def test_every_picture_of_the_page(made):
     for name, texts in {
         "time": (*VARIANTS, "Time of a step, seconds", "4"),
         "memory": (*VARIANTS, "Peak memory of a step, GiB"),
-        "mixing-time": (*CONNECTIONS, "Time, ms", f"DLCL: {STACK}"),
+        "mixing-time": (*CONNECTIONS, "Time, ms"),
         "mixing-memory": (*CONNECTIONS, "Peak memory, MiB"),
         "policies": (*POLICIES, "Peak memory of a step, MiB"),
         "predicted": ("deepfast, none", "deepfast, layer+input", "200", "budget 24.0 GiB"),
