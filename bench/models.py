@@ -1,12 +1,7 @@
-"""Other people's models with two reads a layer over the plain ones: `python -m bench.models`.
+"""Models of other packages: ten connected ones beside the plain ones, and beam search beside
+`generate` of transformers, which it needs."""
 
-For each model a training step and its peak bytes, with attention residuals (`sublayers="auto"`)
-over the plain model, 6 layers, D=256, T=1024, fp32, without dropout. Both take turns on one thread.
-``deep`` is two deeper Llamas, one of which generates. It needs transformers; about 5 minutes.
-"""
-
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,117 +10,177 @@ import transformers
 from torch import nn
 
 import deepfast
-from bench.claims import Claims
-from deepfast.measure.clock import keep_memory
+from deepfast.attach.passes import CONNECT_POLICIES
+from deepfast.measure.clock import Row
+from deepfast.measure.jobs import Turns
+from deepfast.measure.settings import Settings
+from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.search import DecodingOptions, beam_search
 
-LAYERS, DIM = 6, 256
-WORDS = torch.arange(1024).view(8, 128) % 1000
-SIZES = {
-    "vocab_size": 1000, "hidden_size": DIM, "intermediate_size": 4 * DIM, "pad_token_id": 0,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+LAYERS, DIM, LENGTH = 6, 256, 128
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+WHISPER = {
+    "d_model": DIM, "encoder_layers": LAYERS, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 4 * DIM, "dropout": 0.0,
+    "max_source_positions": LENGTH, "decoder_start_token_id": 1,
+}  # fmt: skip
 
 
-def _read(model: nn.Module) -> torch.Tensor:
-    return model(input_ids=WORDS, attention_mask=torch.ones_like(WORDS)).logits
+def made(name: str, **options: Any) -> nn.Module:
+    """A model of transformers."""
+    sizes = {
+        "vocab_size": 1000, "hidden_size": DIM, "intermediate_size": 4 * DIM, "pad_token_id": 0,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes | options))
 
 
-def _torch() -> nn.Module:
+def torchs() -> nn.Module:
     layer = nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, 0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(DIM), enable_nested_tensor=False)
 
 
-def _made(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        kind = getattr(transformers, name)
-        return kind(kind.config_class(**SIZES | options))
-
-    return make
-
-
-WHISPER = {
-    "d_model": DIM, "encoder_layers": LAYERS, "decoder_layers": 1, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 4 * DIM, "dropout": 0.0,
-    "max_source_positions": 128, "decoder_start_token_id": 1,
-}  # fmt: skip
+def read(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=words, attention_mask=torch.ones_like(words)).logits
 
 
 MODELS: dict[str, tuple] = {
-    "torch": (_torch, "", lambda m: m(torch.ones(8, 128, DIM))),
-    "llama": (_made("LlamaForCausalLM"), "model", _read),
-    "qwen3": (_made("Qwen3ForCausalLM", head_dim=64, num_key_value_heads=2), "model", _read),
-    "gemma2": (_made("Gemma2ForCausalLM", head_dim=64, num_key_value_heads=2), "model", _read),
-    "gpt2": (_made("GPT2LMHeadModel", **NO_DROPOUT), "transformer", _read),
-    "gpt_neox": (_made("GPTNeoXForCausalLM"), "gpt_neox", _read),
-    "modernbert": (_made("ModernBertForMaskedLM", reference_compile=False, cls_token_id=1,
-                         sep_token_id=2), "model", _read),
-    "vit": (_made("ViTForImageClassification", image_size=64, patch_size=8,
-                  hidden_dropout_prob=0.0), "vit", lambda m: m(torch.ones(16, 3, 64, 64)).logits),
-    "whisper": (lambda: _made("WhisperModel", **WHISPER)().get_encoder(), "",
-                lambda m: m(torch.ones(8, 80, 256)).last_hidden_state),
-    "t5": (_made("T5ForConditionalGeneration", d_model=DIM, d_kv=64, d_ff=4 * DIM, num_heads=4,
-                 num_layers=LAYERS, dropout_rate=0.0), "encoder decoder",
-           lambda m: m(input_ids=WORDS, decoder_input_ids=WORDS).logits),
+    "torch's encoder": (torchs, "", lambda m, w: m(torch.ones(*w.shape, DIM))),
+    "Llama": (partial(made, "LlamaForCausalLM"), "model", read),
+    "Qwen3": (partial(made, "Qwen3ForCausalLM", head_dim=64, num_key_value_heads=2), "model", read),
+    "Gemma 2": (
+        partial(made, "Gemma2ForCausalLM", head_dim=64, num_key_value_heads=2), "model", read,
+    ),
+    "GPT-2": (partial(made, "GPT2LMHeadModel", **NO_DROPOUT), "transformer", read),
+    "GPT-NeoX": (partial(made, "GPTNeoXForCausalLM"), "gpt_neox", read),
+    "ModernBERT": (
+        partial(made, "ModernBertForMaskedLM", reference_compile=False, cls_token_id=1,
+                sep_token_id=2), "model", read,
+    ),
+    "ViT": (
+        partial(made, "ViTForImageClassification", image_size=64, patch_size=8,
+                hidden_dropout_prob=0.0), "vit",
+        lambda m, w: m(torch.ones(2 * len(w), 3, 64, 64)).logits,
+    ),
+    "Whisper's encoder": (
+        lambda: made("WhisperModel", **WHISPER).get_encoder(), "",
+        lambda m, w: m(torch.ones(len(w), 80, 2 * LENGTH)).last_hidden_state,
+    ),
+    "T5, both sides": (
+        partial(made, "T5ForConditionalGeneration", d_model=DIM, d_kv=64, d_ff=4 * DIM,
+                num_heads=4, num_layers=LAYERS, dropout_rate=0.0), "encoder decoder",
+        lambda m, w: m(input_ids=w, decoder_input_ids=w).logits,
+    ),
 }  # fmt: skip
 """How each is made, the parents that are connected, and a call of it."""
 
 
-def step(model: nn.Module, call: Callable) -> None:
-    call(model).square().mean().backward()
-    model.zero_grad(set_to_none=True)
+DLCL_FORMS = {f"DLCL, {policy}": {"recompute": policy} for policy in CONNECT_POLICIES}
+"""Variant of torch's encoder -> arguments of `deepfast.connect`."""
+CONNECTED: dict[str, dict | None] = {
+    "plain": None, "connected": {"connection": "attnres", "sublayers": "auto"},
+}  # fmt: skip
+"""The same of all models: attention residuals that read before each sublayer."""
 
 
-def both(make: Callable[[], nn.Module], parents: str) -> dict[str, nn.Module]:
-    models = {}
-    for form in ("plain", "connected"):
-        torch.manual_seed(0)
-        models[form] = make().train()
-    for name in parents.split() or [""]:
-        parent = models["connected"].get_submodule(name)
-        deepfast.connect(parent, norm="pre", connection="attnres", sublayers="auto")
-    return models
+class ModelCase:
+    """A model, plain and connected."""
+
+    def __init__(self, name: str, batch: int, variants: Mapping[str, dict | None]):
+        make, parents, self.call = MODELS[name]
+        self.words = torch.arange(batch * LENGTH).view(batch, LENGTH) % 1000
+        self.models = {}
+        for variant, options in variants.items():
+            torch.manual_seed(0)
+            model = self.models[variant] = make().train()
+            for path in (parents.split() or [""]) if options is not None else ():
+                deepfast.connect(model.get_submodule(path), norm="pre", **options)
+
+    def run(self, row: Row) -> None:
+        model = self.models[row.variant]
+        self.call(model, self.words).square().mean().backward()
+        model.zero_grad(set_to_none=True)
 
 
-def compare(claims: Claims, key: str, what: str, models: dict, call: Callable) -> None:
-    forms = {form: partial(step, model, call) for form, model in models.items()}
-    what = f"step of {what}, two reads a layer over plain"
-    claims.times(f"{key}_step", what, forms, "connected", "plain")
-    claims.bytes(f"{key}_bytes", what, forms, "connected", "plain")
+def models(settings: Settings, names: Iterable[str] = tuple(MODELS)) -> list[Turns]:
+    """Every model with attention residuals; torch's encoder also with DLCL under each policy."""
+    found = []
+    for name in names:
+        variants = CONNECTED | (DLCL_FORMS if name == "torch's encoder" else {})
+        rows = [Row(variant=variant, what=name, depth=LAYERS) for variant in variants]
+        make = partial(ModelCase, name, settings.batch, variants)
+        found.append(Turns("models", name, rows, make, settings.rounds, settings.clock))
+    return found
 
 
-def deep(claims: Claims) -> None:
-    """A Llama of 12 layers and D=512, and one of 24 layers that generates."""
+# ---- beam search ---------------------------------------------------------------------------------
 
-    def make(layers: int) -> dict[str, nn.Module]:
-        options = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
-        options |= {"num_hidden_layers": layers, "eos_token_id": None}
-        return both(_made("LlamaForCausalLM", **options), "model")
-
-    ids = WORDS.view(4, 256).repeat(1, 2)
-    read = lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
-    compare(claims, "models_llama_12", "a Llama, 12 layers, T=2048, D=512", make(12), read)
-    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-    models = {form: model.eval() for form, model in make(24).items()}
-    forms = {form: partial(m.generate, ids[:1, :8], **options) for form, m in models.items()}
-    what = "20 tokens generated one by one by a Llama of 24 layers, D=512, two reads over plain"
-    claims.times("decode_llama_24", what, forms, "connected", "plain")
+EOS, UNLIKELY, BEAM, VOCABULARY, TOKENS = 3, -30.0, 4, 8000, 25
 
 
-def main(names: list[str]) -> int:
-    torch.set_num_threads(1)
-    keep_memory()
-    claims = Claims("", 5)
-    claims.command = "python -m bench.models"
-    for name in names or MODELS:
-        if name in MODELS:
-            make, parents, call = MODELS[name]
-            what = f"{name}, {LAYERS} layers, D={DIM}"
-            compare(claims, f"models_{name}", what, both(make, parents), call)
-    if not names or "deep" in names:
-        deep(claims)
-    return 0
+class Endless(Transformer):
+    """A model that ends no sentence before the search does."""
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().project(x)
+        logits[:, EOS] += UNLIKELY
+        return logits
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+class BeamCase:
+    """Models of one size with random weights, both post-norm with relu. Every search takes as many
+    tokens as the source has, and then the end, in both."""
+
+    def __init__(self, encoder: int, decoder: int, sentences: int):
+        torch.manual_seed(1)
+        self.source = torch.randint(4, VOCABULARY, (sentences, TOKENS))
+        self.source[:, -1] = EOS
+        config = TransformerConfig(
+            dim=DIM, num_heads=4, ffn_dim=4 * DIM, encoder_layers=encoder, decoder_layers=decoder,
+            vocab_size=VOCABULARY, norm="post", encoder_connection="residual",
+        )  # fmt: skip
+        self.ours = Endless(config).eval()
+        theirs = transformers.MarianConfig(
+            vocab_size=VOCABULARY, decoder_vocab_size=VOCABULARY, d_model=DIM,
+            encoder_layers=encoder, decoder_layers=decoder, encoder_ffn_dim=4 * DIM,
+            decoder_ffn_dim=4 * DIM, encoder_attention_heads=4, decoder_attention_heads=4,
+            activation_function="relu", scale_embedding=True, max_position_embeddings=512,
+            pad_token_id=0, bos_token_id=2, eos_token_id=EOS, decoder_start_token_id=2,
+            forced_eos_token_id=EOS,
+        )  # fmt: skip
+        self.theirs = transformers.MarianMTModel(theirs).eval()
+        self.theirs.final_logits_bias[:, EOS] = UNLIKELY
+        self.runs: dict[str, Callable[[], int]] = {
+            "deepfast": self.deepfast, "transformers": self.transformers,
+        }  # fmt: skip
+
+    def run(self, row: Row) -> None:
+        found = self.runs[row.variant]()
+        if found != len(self.source) * (TOKENS + 1):
+            raise RuntimeError(f"{row.variant}: expected translations of {TOKENS} tokens")
+
+    def deepfast(self) -> int:
+        found = beam_search(self.ours, self.source, DecodingOptions(beam=BEAM, max_length=TOKENS))
+        return sum(len(best[0].tokens) + 1 for best in found)
+
+    def transformers(self) -> int:
+        found = self.theirs.generate(
+            self.source, attention_mask=torch.ones_like(self.source), num_beams=BEAM,
+            do_sample=False, max_new_tokens=TOKENS + 1, length_penalty=1.0,
+        )  # fmt: skip
+        # Without the token that starts the decoder.
+        return found[:, 1:].numel()
+
+
+def beam(settings: Settings, depths=((6, 6), (30, 6), (12, 1))) -> list[Turns]:
+    found = []
+    for encoder, decoder in depths:
+        rows = [
+            Row(variant=v, what=f"beam search, {encoder} + {decoder} layers", counted=False)
+            for v in ("transformers", "deepfast")
+        ]
+        make = partial(BeamCase, encoder, decoder, settings.batch)
+        found.append(Turns("beam search", "", rows, make, settings.rounds, settings.clock))
+    return found

@@ -8,8 +8,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 # README.md is not a page of the site: index.md has its content.
 OUTSIDE = (
-    "CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "bench/results/depth*/*.*",
-    "examples/*.ipynb",
+    "CHANGELOG.md", "CONTRIBUTING.md", "bench/results/*.*", "examples/*.ipynb",
 )  # fmt: skip
 
 

@@ -20,10 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--full", action="store_true", help="larger sizes, about half an hour")
     sizes.add_argument("--quick", action="store_true", help="tiny sizes, half a minute, to look")
     parser.add_argument("--no-training", action="store_true", help="measure only")
-    text = "also the loop of adds under torch.compile, up to 12 layers; half a minute more"
+    text = "also the loop of adds under torch.compile, up to 12 layers; a minute more"
     parser.add_argument("--compile", action="store_true", help=text)
-    text = "also write trace.json, a torch.profiler trace of one training step"
-    parser.add_argument("--trace", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,12 +31,11 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.measure import page
     from deepfast.measure.report import make_report
     from deepfast.measure.settings import DEFAULT, FULL, QUICK
-    from deepfast.measure.steps import write_trace
 
     settings = FULL if args.full else QUICK if args.quick else DEFAULT
-    settings = replace(settings, training=not args.no_training)
-    if args.compile:
-        settings = replace(settings, compile_up_to=12)
+    settings = replace(
+        settings, training=not args.no_training, compile_up_to=12 if args.compile else 0
+    )
     # The command that makes the same report, without the output folder.
     options = [n for n in ("full", "quick", "no_training", "compile") if getattr(args, n)]
     command = " ".join(["deepfast report", *(f"--{name.replace('_', '-')}" for name in options)])
@@ -46,11 +43,6 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.output / page.PAGE)
     report = make_report(settings, command)
     path = page.write(report, args.output)
-    if args.trace and not report["interrupted"]:
-        depth = write_trace(settings, args.output / "trace.json")
-        print(
-            f"{args.output / 'trace.json'}: a step of {depth} layers, for https://ui.perfetto.dev"
-        )
     for card in page.headlines(report):
         print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"

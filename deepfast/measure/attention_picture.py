@@ -32,19 +32,18 @@ def draw(
             warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from")
         panels = figure.subplots(hops, 1, sharex=True, squeeze=False)[:, 0]
         for hop, axes in enumerate(panels):
-            values = weights[:, hop].T.cpu().numpy()
-            mesh = heat(axes, values, cmap="Greens", vmin=0, vmax=1)
+            mesh = heat(axes, weights[:, hop].T.cpu().numpy(), cmap="Greens", vmin=0, vmax=1)
             # The embedding is below.
             axes.invert_yaxis()
             axes.set_yticks([k + 0.5 for k in range(layers)], range(layers))
             if hops > 1:
                 axes.set_title(f"hop {hop + 1}", fontsize=9)
         # A word may contain dollar signs.
-        panels[-1].set_xticks(
+        axes.set_xticks(
             [at + 0.5 for at in range(count)], words, rotation=60, ha="right",
             rotation_mode="anchor", parse_math=False,
         )  # fmt: skip
-        panels[-1].set_xlabel(across)
+        axes.set_xlabel(across)
         figure.supylabel("layer (0: the embedding)", fontsize=9.5)
         figure.colorbar(mesh, ax=list(panels), label="weight", shrink=0.7)
         figure.suptitle(title, fontsize=10)

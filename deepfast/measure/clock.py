@@ -23,7 +23,7 @@ class Row:
 
     variant: str
     what: str = ""
-    """The case, if a table has several: the name of a depth, a dtype, an op with its sizes."""
+    """The case, if a table has several."""
     depth: int | None = None
     """Layers."""
     tokens: int = 0
@@ -36,8 +36,6 @@ class Row:
     """Peak bytes of live tensors that the run made, gradients included."""
     predicted_bytes: int | None = None
     """The same number, from a closed form."""
-    resident_bytes: int | None = None
-    """Highest resident memory of the process in that run."""
     counted: bool = True
     """Whether its memory is counted. What counts it keeps `torch.compile` from running its code."""
     note: str | None = None
@@ -88,9 +86,9 @@ def interleave(
     return {name: Row(variant=name, seconds=seconds) for name, seconds in found.items()}
 
 
-def ratio(slow: Row, fast: Row) -> float:
-    """How many times faster ``fast`` is: the median of the ratios of the rounds."""
-    return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
+def ratios(slow: Row, fast: Row) -> list[float]:
+    """How many times faster ``fast`` is, in each round."""
+    return [a / b for a, b in zip(slow.seconds, fast.seconds, strict=True)]
 
 
 def copy_variant(

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from deepfast import ops
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
+STACK, LOOP, PER_ROW, COMPILED = "stack and sum", "loop of adds", "per row", "compiled"
+"""Names of forms."""
+
 Connection = DLCL | AttentionResiduals
 States = list[Tensor]
 
@@ -118,9 +121,9 @@ class DenseFormerForm(DLCLForm):
 
 
 StackAndSum = partial(DLCLForm, stack_and_sum)
+LoopOfAdds = partial(DLCLForm, loop_of_adds)
 FusedPerLayer = partial(DLCLForm, ops.depth_mix)
 """One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
-COMPILED = "compiled loop"
 
 
 @cache
@@ -136,9 +139,9 @@ def CompiledLoop(dlcl: DLCL) -> DLCLForm:
 
 
 FORMS: dict[str, Callable[[DLCL], Callable]] = {
-    "stack and sum": StackAndSum,
+    STACK: StackAndSum,
     "DenseFormer form": DenseFormerForm,
-    "loop of adds": partial(DLCLForm, loop_of_adds),
+    LOOP: LoopOfAdds,
     "deepfast": Deepfast,
 }
 """The forms of DLCL that are compared, deepfast last."""
@@ -175,16 +178,15 @@ def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
     return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
 
 
-def listed_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
-    """Goes through the list of sources for every row: no stack."""
-    scores = torch.stack([norm(v) @ query for v in values])
-    return loop_of_adds(values, scores.softmax(0).unsqueeze(-1))
+def fused_attention(values: States, _norm: Callable, query: Tensor) -> Tensor:
+    """One fused pass per row over all sources."""
+    return ops.attention_residual(query, values)
 
 
 StackedAttention = partial(AttentionForm, stacked_attention)
 ATTENTION_FORMS: dict[str, Callable[[AttentionResiduals], Callable]] = {
-    "stack": StackedAttention,
-    "list": partial(AttentionForm, listed_attention),
+    STACK: StackedAttention,
+    PER_ROW: partial(AttentionForm, fused_attention),
     "deepfast": Deepfast,
 }
 """The forms of attention residuals that are compared, deepfast last."""
@@ -210,16 +212,31 @@ class InStack(nn.Module):
 # ---- the connection of a stack alone -------------------------------------------------------------
 
 
-def mixing_alone(form, module: Connection, y: Tensor, grad: Tensor | None) -> Tensor:
+@torch.library.custom_op("deepfast_measure::layer", mutates_args=())
+def copying_layer(x: Tensor) -> Tensor:
+    """A layer that copies its input. A compiler cannot look inside, and so cannot fuse what stands
+    between two layers with what stands between the next two: with real layers it could not."""
+    return x.clone()
+
+
+copying_layer.register_fake(torch.empty_like)
+copying_layer.register_autograd(lambda ctx, grad: copying_layer(grad))
+
+
+def mixing_alone(
+    form, module: Connection, y: Tensor, grad: Tensor | None, layer: Callable | None = None
+) -> Tensor:
     """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward.
 
     Args:
         form: a form of the module's connection.
         module: shares its parameters with the form.
+        layer: every layer of the stack.
     """
     connect = form(module)
-    for _ in range(module.rows):
-        y = connect(y)
+    y = connect(y)
+    for _ in range(module.rows - 1):
+        y = connect(y if layer is None else layer(y))
     if grad is not None:
         y.backward(grad)
     return y

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from deepfast.clock import on_cpu
-from deepfast.machine import ResidentPeak, free_bytes
+from deepfast.clock import Clock, on_cpu
+from deepfast.machine import free_bytes
 from deepfast.measure.clock import Row
 from deepfast.measure.console import progress
 from deepfast.memory import LiveBytes
@@ -38,20 +38,22 @@ class Turns:
     variant does not run and the row's note says so."""
     make: Callable[[], Any]
     """Builds what the variants share when the first job runs; it lives until the last job is
-    dropped. Its method ``run`` takes a variant's name and leaves no gradients."""
+    dropped. Its method ``run`` takes a row and leaves no gradients."""
     rounds: int = 0
     """How often each variant is timed."""
+    clock: Clock = on_cpu
 
     def jobs(self) -> list[Job]:
         """The jobs that fill the rows."""
         case = cache(self.make)
 
         def job(row: Row, what: str, fill: Callable) -> Job:
-            label = f"{self.label}, {row.variant}: {what}"
-            return Job(self.part, label, partial(fill, row, case))
+            label = " ".join(filter(None, (self.label, row.what, row.variant)))
+            return Job(self.part, f"{label}: {what}", partial(fill, row, case))
 
         jobs = [job(row, "memory", _count) for row in self.rows]
-        jobs += [job(row, "time", _time) for _ in range(self.rounds) for row in self.rows]
+        time = partial(_time, clock=self.clock)
+        jobs += [job(row, "time", time) for _ in range(self.rounds) for row in self.rows]
         return jobs
 
 
@@ -64,18 +66,18 @@ def _count(row: Row, case: Callable[[], Any]) -> None:
             f"{max(free, 0) / GIB:.2g} GiB are free"
         )
         return
-    run = partial(case().run, row.variant)
+    run = partial(case().run, row)
     if not row.counted:
         run()
         return
-    with ResidentPeak() as resident, LiveBytes() as live:
+    with LiveBytes() as live:
         run()
-    row.peak_bytes, row.resident_bytes = live.peak, resident.nbytes
+    row.peak_bytes = live.peak
 
 
-def _time(row: Row, case: Callable[[], Any]) -> None:
+def _time(row: Row, case: Callable[[], Any], clock: Clock) -> None:
     if row.peak_bytes is not None or not row.counted:
-        row.seconds.append(on_cpu(partial(case().run, row.variant)))
+        row.seconds.append(clock(partial(case().run, row)))
 
 
 def run_jobs(jobs: list[Job], seconds: dict[str, float]) -> None:

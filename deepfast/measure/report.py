@@ -2,28 +2,31 @@
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from deepfast.machine import environment
 from deepfast.measure import memory_steps
 from deepfast.measure.clock import COPY, Row
-from deepfast.measure.connections import connections
-from deepfast.measure.jobs import Job, Turns, run_jobs
-from deepfast.measure.report_pictures import memory_curves, memory_title
+from deepfast.measure.jobs import Job, run_jobs
+from deepfast.measure.mixing import mixing
+from deepfast.measure.report_pictures import memory_curves
 from deepfast.measure.settings import Settings
-from deepfast.measure.steps import agreement, mixing, steps
+from deepfast.measure.steps import steps
 from deepfast.measure.training import Training
+from deepfast.memory import plan
 
-FORMAT, VERSION = "deepfast report", 2
-CHAPTERS: dict[str, Callable[[Settings], list[Turns]]] = {
+FORMAT, VERSION = "deepfast report", 3
+CHAPTERS = {
     "steps": steps,
     "mixing": mixing,
-    "connections": connections,
     "policies": memory_steps.policies,
-    "held": memory_steps.held,
 }
 """Key of report.json -> what is measured for it, from the settings."""
+PLANNED: dict[str, Any] = {"dim": 512, "tokens": 8192, "vocab_size": 32_000, "decoder_layers": 0}
+"""The model whose memory is predicted. The rest are `plan`'s defaults: bf16 autocast, Adam,
+dropout, CUDA."""
 
 
 def make_report(settings: Settings, command: str) -> dict:
@@ -35,12 +38,7 @@ def make_report(settings: Settings, command: str) -> dict:
         settings: sizes and counts of runs.
         command: the command that makes the same report again, for the page.
     """
-    same: dict = {"rows": []}
-
-    def agree() -> None:
-        same.update(agreement(settings))
-
-    jobs = [Job("agreement", "every form against float64", agree)]
+    jobs: list[Job] = []
     rows: dict[str, list[Row]] = {}
     for name, chapter in CHAPTERS.items():
         groups = chapter(settings)
@@ -48,58 +46,44 @@ def make_report(settings: Settings, command: str) -> dict:
         jobs += [job for group in groups for job in group.jobs()]
     training = Training(settings) if settings.training else None
     if training is not None:
-        jobs += [_kept_going(job, training) for job in training.jobs()]
+        jobs += [Job(j.part, j.label, partial(_keep_going, j, training)) for j in training.jobs()]
     machine = environment()
     interrupted, seconds = False, dict[str, float]()
     try:
         run_jobs(jobs, seconds)
     except KeyboardInterrupt:
         interrupted = True
-    sizes = memory_steps.planned_sizes()
-    report = {
+    sizes = plan(budget="1TiB", num_layers=1, **PLANNED).sizes
+    report: dict = {
         "format": FORMAT,
         "version": VERSION,
         "command": command,
         "interrupted": interrupted,
         "environment": machine,
         "settings": asdict(settings) | {"tokens": settings.tokens},
-        "agreement": same,
-        "steps": [row.as_dict() for row in rows["steps"]],
-        "mixing": _with_copy(rows["mixing"]),
-        "connections": [row.as_dict() for row in rows["connections"]],
+        **{name: [row.as_dict() for row in found] for name, found in rows.items()},
         "policies": memory_steps.policy_chapter(settings, rows["policies"]),
-        "held": memory_steps.held_chapter(rows["held"]),
-        "deepest": memory_steps.deepest(),
-        "curves": {"title": memory_title(sizes), "points": memory_curves(sizes)},
+        "predicted": {"model": PLANNED, "curves": memory_curves(sizes)},
         "training": {"status": "not asked for"} if training is None else training.chapter,
         "seconds": seconds | {"total": sum(seconds.values())},
     }
+    copies = {row.depth: row.gb_per_second for row in rows["mixing"] if row.variant == COPY}
+    for row in report["mixing"]:
+        speed, copy = row["gb_per_second"], copies[row["depth"]]
+        row["fraction_of_copy"] = speed / copy if speed and copy else None
     return _plain(report)
 
 
-def _kept_going(job: Job, training: Training) -> Job:
-    """A job whose failure becomes a sentence on the page, so that earlier measurements are kept."""
-
-    def run() -> None:
-        if training.chapter["status"].startswith("failed"):
-            return
-        try:
-            job.run()
-        except (RuntimeError, ValueError, ImportError) as error:
-            print(f"deepfast report: training failed: {error}", file=sys.stderr)
-            training.chapter["status"] = f"failed: {error}"
-
-    return Job(job.part, job.label, run)
-
-
-def _with_copy(rows: list[Row]) -> list[dict]:
-    """The rows of the mixing alone, with their bandwidth as a fraction of the copy's."""
-    copy = next(row for row in rows if row.variant == COPY).gb_per_second
-    found = []
-    for row in rows:
-        speed = row.gb_per_second
-        found.append(row.as_dict() | {"fraction_of_copy": speed / copy if speed and copy else None})
-    return found
+def _keep_going(job: Job, training: Training) -> None:
+    """Runs the job. Its failure becomes a sentence on the page, so that earlier measurements are
+    kept."""
+    if training.chapter["status"].startswith("failed"):
+        return
+    try:
+        job.run()
+    except (RuntimeError, ValueError, ImportError) as error:
+        print(f"deepfast report: training failed: {error}", file=sys.stderr)
+        training.chapter["status"] = f"failed: {error}"
 
 
 def _plain(value):

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from deepfast.files import write_atomically
-from deepfast.measure.pictures import COLORS, GREY, WIDTH, picture
+from deepfast.measure.pictures import GREEN, GREY, WIDTH, picture
 from deepfast.mt.sweep.stages import Results
 from deepfast.mt.sweep.table import known, page
 
@@ -33,7 +33,7 @@ def draw(results: Results, path: Path) -> None:
             axes.set_title(PANELS[name])
             for at, runs in enumerate(results.values()):
                 values = known(runs, name)
-                color = COLORS["deepfast"] if at else GREY
+                color = GREEN if at else GREY
                 axes.plot(values, [at] * len(values), "o", color=color, markersize=4.5,
                           fillstyle="none")  # fmt: skip
                 if values:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepfast.measure.pictures import GREY, WIDTH, heat, picture, weight_map
+from deepfast.measure.pictures import INK, WIDTH, heat, picture, weight_map
 from deepfast.mt.models.interface import SearchModel
 from deepfast.nn import DLCL, AttentionResiduals
 
@@ -106,12 +106,6 @@ class SideChoices:
         """How many layers each language keeps."""
         return [f"{count} of {self.kept.shape[1]}" for count in self.kept.sum(1).tolist()]
 
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height of its panel in inches; many layers are drawn narrower."""
-        languages, layers = self.kept.shape
-        return min(max(WIDTH, 1.9 + 0.22 * layers), 2 * WIDTH), 1.15 + 0.26 * languages
-
 
 def choices_of(model: SearchModel) -> list[SideChoices]:
     """The choices of the sides of a model with latent depth; an empty list for other models.
@@ -131,37 +125,23 @@ def choices_of(model: SearchModel) -> list[SideChoices]:
 
 
 def draw(sides: list[SideWeights], choices: list[SideChoices], path: Path) -> None:
-    """Writes a picture as SVG or PNG, by the file's ending: W of each side and, below, what latent
-    depth chooses. At least one of the two lists is not empty."""
-    above = [(WIDTH * len(sides), WIDTH * 0.92)] if sides else []
-    below = [side.size for side in choices]
-    widths, heights = zip(*above, *below, strict=True)
-    with picture(path, max(widths), sum(heights)) as figure:
-        figure.get_layout_engine().set(h_pad=0.08)
-        bands = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    """Writes a picture as SVG or PNG, by the file's ending: a panel with W of each side and, below,
+    what latent depth chooses. At least one of the two lists is not empty."""
+    heights = [WIDTH * 0.92] * len(sides) + [1.15 + 0.26 * len(c.languages) for c in choices]
+    with picture(path, WIDTH, sum(heights)) as figure:
+        panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+        for axes, weights in zip(panels, sides, strict=False):
+            weight_map(axes, weights.matrix.numpy(), weights.hidden.numpy())
+            axes.set_title(f"{weights.name}: {weights.caption}")
         if sides:
-            _draw_weights(bands[0], sides)
-        for band, side in zip(bands[len(above) :], choices, strict=True):
-            _draw_choices(band, side)
+            grey = f"grey: under {SMALL_OF_ROW:.0%} of the row's largest"
+            figure.supxlabel(grey, fontsize=8.5, color=INK)
+        for axes, choice in zip(panels[len(sides) :], choices, strict=True):
+            _draw_choices(axes, choice)
 
 
-def _draw_weights(figure, sides: list[SideWeights]) -> None:
-    """Fills a part of a figure with a panel for each side."""
-    shown = torch.cat([side.matrix[~side.hidden].abs() for side in sides])
-    # One scale for all panels. The weight of a row with a single source says little.
-    limit = shown.quantile(0.97).item() or 1.0
-    panels = figure.subplots(1, len(sides), squeeze=False)[0]
-    for axes, side in zip(panels, sides, strict=True):
-        mesh = weight_map(axes, side.matrix.numpy(), hidden=side.hidden.numpy(), limit=limit)
-        axes.set_title(f"{side.name}: {side.caption}")
-    figure.colorbar(mesh, ax=list(panels), shrink=0.7, pad=0.02, extend="both")
-    grey = f"grey: under {SMALL_OF_ROW:.0%} of the row's largest"
-    figure.supxlabel(grey, fontsize=8.5, color=GREY)
-
-
-def _draw_choices(figure, side: SideChoices) -> None:
-    """Fills a part of a figure with the probabilities of a side: languages by layers."""
-    axes = figure.subplots()
+def _draw_choices(axes, side: SideChoices) -> None:
+    """The probabilities of a side: languages by layers."""
     languages, layers = side.kept.shape
     mesh = heat(axes, side.probability.numpy(), cmap="Greens", vmin=0, vmax=1)
     rows, columns = side.kept.nonzero(as_tuple=True)
@@ -174,7 +154,7 @@ def _draw_choices(figure, side: SideChoices) -> None:
     axes.set_yticks([i + 0.5 for i in range(languages)], names, parse_math=False)
     axes.set_title(f"{side.name}: choice of layers")
     axes.set_xlabel(f"layer (dot: kept, probability of at least {side.threshold:g})")
-    figure.colorbar(mesh, ax=axes, pad=0.02, ticks=[0, 0.5, 1], label="probability")
+    axes.figure.colorbar(mesh, ax=axes, pad=0.02, ticks=[0, 0.5, 1], label="probability")
 
 
 def show(sides: list[SideWeights], choices: list[SideChoices]) -> None:

@@ -1,159 +1,89 @@
-"""The whole command on tiny sizes: the page needs no other file and has all numbers."""
+"""The command on tiny sizes: the page needs no other file and has all numbers."""
 
 import io
 import json
 import re
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from deepfast.cli import main
-from deepfast.measure import page, report, steps
-from deepfast.measure.connections import CONNECTIONS, OURS, PLAIN
-from deepfast.measure.encoders import VARIANTS
+from deepfast.measure import page, report, report_pictures
+from deepfast.measure.clock import COPY
+from deepfast.measure.encoders import REFERENCE, STACK, VARIANTS
 from deepfast.measure.jobs import Job, run_jobs
-from deepfast.measure.settings import QUICK
+from deepfast.measure.mixing import CONNECTIONS
 from deepfast.memory import POLICIES
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-
-
-class Reader(HTMLParser):
-    """Checks nesting, and collects tags and attributes."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.tags, self.attributes = [], [], []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *pair) for pair in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open, f"</{tag}> closes nothing"
-        assert tag in VOID or self.open.pop() == tag
-
-
-def test_the_trace_is_one_step_with_our_names(made):
-    assert made.names == ["index.html", "report.json", "trace.json"]
-    events = json.loads((made.folder / "out" / "trace.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
-    assert names.count("training step") == 1
-    depth = min(QUICK.depths)
-    assert [names.count(f"layer {number}") for number in range(depth + 1)] == [1] * depth + [0]
-    assert names.count("deepfast::boundary") == depth + 1
-
-
-def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "trace.json"
-    path.write_text("old")
-
-    def killed(_, name):
-        Path(name).write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(steps.profile, "export_chrome_trace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        steps.write_trace(QUICK, path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_page_needs_nothing_else(made):
-    reader = Reader(made.page)
-    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
-    for tag, name, value in reader.attributes:
-        if name in ("src", "href", "xlink:href"):
-            assert value.startswith(("#", "data:")), (tag, name, value)
-    assert not re.search(r"@import|url\((?!#)", made.page)
-    assert ("meta", "name", "viewport") in reader.attributes
+    assert not re.search(r"<(script|link|img|iframe|object)|@import|url\((?!#)", made.page)
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', made.page)
     ids = re.findall(r'\bid="([^"]+)"', made.page)
     assert len(ids) == len(set(ids))
-    for reference in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', made.page):
-        assert set(reference) & set(ids)
+    assert {*re.findall(r'(?:href="|url\()#([^")]+)', made.page)} <= {*ids}
     # Nothing of the machine's folders is told.
     assert str(made.folder) not in made.page
-    assert "/tmp/" not in made.page
-    assert made.report["command"] == "deepfast report --quick"
+    assert made.report["command"] == "deepfast report --quick --no-training"
+    assert "Not measured: not asked for." in made.page
 
 
-def test_every_variant_is_measured_at_every_depth(made):
-    report, settings = made.report, made.report["settings"]
-    assert (report["format"], report["version"]) == ("deepfast report", 2)
-    assert not report["interrupted"]
-    assert [(row["depth"], row["variant"]) for row in report["steps"]] == [
-        (depth, variant) for depth in settings["depths"] for variant in VARIANTS
-    ]
-    # Each variant has as many runs as the others.
-    timed = [row for row in report["policies"]["rows"] if row["depth"] == settings["policy_depth"]]
-    for row in (*report["steps"], *report["mixing"], *report["connections"], *timed):
+def test_every_variant_is_measured(made):
+    found, settings = made.report, made.report["settings"]
+    forms = [form for connection in CONNECTIONS.values() for form in connection.forms]
+    for chapter, depths, variants in (
+        ("steps", settings["depths"], VARIANTS),
+        ("policies", settings["depths"], POLICIES),
+        ("mixing", settings["mixing_depths"], [COPY, *forms]),
+    ):
+        rows = [(row["depth"], row["variant"]) for row in found[chapter]]
+        assert rows == [(depth, variant) for depth in depths for variant in variants]
+        assert all(row["peak_bytes"] > 0 for row in found[chapter] if row["variant"] != COPY)
+    timed = [row for row in found["policies"] if row["relative"]]
+    for row in (*found["steps"], *found["mixing"], *timed):
         assert len(row["seconds"]) == settings["rounds"]
-    for row in report["steps"]:
-        assert row["median_seconds"] > 0
-        assert row["peak_bytes"] > 0
-        assert row["tokens_per_second"] == pytest.approx(64 / row["median_seconds"])
-    depths = settings["connection_depths"]
-    assert len(report["connections"]) == len(depths) * len(CONNECTIONS) * len((OURS, PLAIN))
-    assert len(report["policies"]["rows"]) == len(settings["depths"]) * len(POLICIES)
-    for text in (
-        "Other connections over depth", "Traffic is counted, not measured",
-        "layers plain PyTorch takes", "Policies: predicted and measured",
-        "The deepest model that fits", "whose projection shares the embedding",
-        "Whole steps, counted",
-    ):  # fmt: skip
-        assert text in made.page
-    frugal = page.headlines(report)[-1]
-    assert frugal["label"] == "less memory with recompute=layer+input than without"
-    assert f"<b>{frugal['value']}</b>" in made.page
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["median_seconds"])
+    # Where a form does not fit is predicted: never below the measurement.
+    for row in (*found["steps"], *found["mixing"]):
+        assert row["predicted_bytes"] is None or row["peak_bytes"] <= row["predicted_bytes"]
+        if row in found["steps"] and row["variant"] == REFERENCE:
+            assert row["predicted_bytes"] <= 1.5 * row["peak_bytes"]
+    copied = {row["variant"]: row["fraction_of_copy"] for row in found["mixing"]}
+    assert copied[COPY] == 1
+    assert copied["deepfast"] > 0
+    # Policies are as predicted, and those of one depth are timed.
+    assert all(row["ratio"] == pytest.approx(1, 0.05) for row in found["policies"])
+    assert [(row["depth"], row["variant"]) for row in timed] == [(4, p) for p in POLICIES]
+    expected = [row["expected_relative"] for row in timed]
+    assert timed[0]["relative"] == expected[0] == 1
+    assert expected == sorted(expected)
+    assert expected[-1] > 1.1
 
 
-def test_what_does_not_fit_is_told_and_hostile_text_is_escaped(made):
-    report = dict(made.report)
-    report["connections"] = [
-        row | {"seconds": [], "median_seconds": None, "note": "does not fit"}
-        if row["variant"].endswith(PLAIN) else row
-        for row in report["connections"]
-    ]  # fmt: skip
-    sample = {"source": "<script>alert(1)</script>", "reference": "a", "hypothesis": "b"}
-    report["training"] = report["training"] | {"samples": [sample]}
-    text = page.render(report)
-    assert text.count("does not fit") == len(report["connections"]) // 2
-    assert "layers plain PyTorch takes" not in text
-    assert "<script>" not in text
+def test_every_picture_of_the_page(made):
+    drawn = report_pictures.draw(made.report)
+    for name, texts in {
+        "time": (*VARIANTS, "Time of a step, seconds", "4"),
+        "memory": (*VARIANTS, "Peak memory of a step, GiB"),
+        "mixing-time": (*CONNECTIONS, "Time, ms"),
+        "mixing-memory": (*CONNECTIONS, "Peak memory, MiB"),
+        "policies": (*POLICIES, "Peak memory of a step, MiB"),
+        "predicted": ("deepfast, none", "deepfast, layer+input", "200", "budget 24.0 GiB"),
+    }.items():
+        svg = drawn.pop(name)
+        assert {*texts} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", svg)}, name
+        assert svg in made.page
+    assert drawn == {"losses": None, "weights": None}
 
 
-def test_the_training_chapter(made):
-    training = made.report["training"]
-    assert training["status"] == "measured"
-    assert {key: run["steps"] for key, run in training["runs"].items()} == {"dlcl": 20, "twin": 10}
-    assert all(run["curve"]["dev"] for run in training["runs"].values())
-    scores = training["scores"]
-    assert scores["sentences"] == 6
-    assert "case:mixed" in scores["bleu_signature"]
-    assert "case:lc" in scores["bleu_lowercase_signature"]
-    weights = training["weights"]
-    assert len(weights) == len(weights[0]) == 7
-    assert all(w == 0 for row, line in enumerate(weights) for w in line[row + 1 :])
-    # The NLL of token frequencies is between that of certainty and of equal probabilities.
-    assert 0 < training["unigram_nll"] < 6
-
-
-def test_environment_and_parts_are_told(made):
-    environment = made.report["environment"]
-    for key in ("cpu", "cores", "threads", "torch", "deepfast", "build", "date", "backends"):
-        assert environment[key]
-    assert made.report["seconds"].keys() == {
-        "agreement", "a step", "mixing alone", "connections", "recompute policies", "whole steps",
-        "training", "total",
-    }  # fmt: skip
+def test_what_does_not_fit_is_told_and_text_is_escaped(made):
+    missing = {"seconds": [], "median_seconds": None, "note": "<b>does not fit"}
+    rows = [row | missing for row in made.report["mixing"]]
+    text = page.render(made.report | {"mixing": rows})
+    last = made.report["settings"]["mixing_depths"][-1]
+    for name in CONNECTIONS:
+        assert f"{last} layers, {name} {STACK}: &lt;b&gt;does not fit." in text
 
 
 def stop_after(monkeypatch, count):
@@ -167,69 +97,72 @@ def stop_after(monkeypatch, count):
 
 
 def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypatch, capsys):
-    # The comparison with float64, the memory of two depths' five variants and one time.
-    stop_after(monkeypatch, 7)
+    # The memory of every variant at one depth, and one time.
+    stop_after(monkeypatch, len(VARIANTS) + 1)
     found = report.make_report(tiny, "deepfast report")
-    assert found["interrupted"]
     assert [row["variant"] for row in found["steps"] if row["median_seconds"]] == [VARIANTS[0]]
-    text = page.render(found)
-    assert "This report was interrupted." in text
-    assert "Not measured: interrupted." in text
     assert all(card["value"] == "–" for card in page.headlines(found))
-    # The command writes its page.
+    # The command writes its page. Only the prediction needs no measurement.
     stop_after(monkeypatch, 0)
     assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
     text = (tmp_path / "index.html").read_text("utf-8")
     assert "This report was interrupted." in text
+    assert "Not measured: interrupted." in text
     assert text.count("<svg") == 1
     assert "index.html interrupted after" in capsys.readouterr().out
 
 
 def test_a_training_that_fails_is_told_on_the_page(tiny, monkeypatch, capsys):
     def some(jobs, seconds):
-        wanted = ("recompute policies", "training")
-        jobs = [job for job in jobs if job.part in wanted]
-        assert {job.part for job in jobs} == set(wanted)
-        run_jobs(jobs, seconds)
+        run_jobs([job for job in jobs if job.part == "training"], seconds)
 
     monkeypatch.setattr(report, "run_jobs", some)
-    settings = replace(tiny, depths=(2,), mixing_depth=2, overrides=("model.dim=7",))
-    found = report.make_report(settings, "deepfast report")
+    found = report.make_report(replace(tiny, overrides=("model.dim=7",)), "deepfast report")
     assert found["training"]["status"].startswith("failed: ")
     assert "training failed" in capsys.readouterr().err
     assert "Not measured: failed: " in page.render(found)
-    assert "Not measured." in page.render(found), "no depth's policies were timed"
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.mark.slow
+def test_the_whole_command_with_training(tmp_path):
+    assert main(["report", "--quick", "--output", str(tmp_path)]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index.html", "report.json"]
+    training = json.loads((tmp_path / "report.json").read_text("utf-8"))["training"]
+    assert {key: run["steps"] for key, run in training["runs"].items()} == {"dlcl": 20, "twin": 10}
+    assert training["scores"]["sentences"] == 6
+    weights = training["weights"]
+    assert len(weights) == len(weights[0]) == 7
+    assert all(w == 0 for row, line in enumerate(weights) for w in line[row + 1 :])
+    # The NLL of token frequencies is between that of certainty and of equal probabilities.
+    assert 0 < training["unigram_nll"] < 6
+    text = (tmp_path / "index.html").read_text("utf-8")
+    for part in ("token frequencies alone", "DLCL, pre-norm", "input of layer", "case:mixed"):
+        assert part in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_on_standard_error_of_a_terminal_alone(monkeypatch, capsys, terminal):
     if terminal:
-        monkeypatch.setattr("sys.stderr", Terminal())
+        monkeypatch.setattr("sys.stderr", io.StringIO())
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "80")
     ran, seconds = [], {}
-    jobs = [Job("part", f"only [job {n}]", lambda n=n: ran.append(n)) for n in (1, 2)]
-    run_jobs(jobs, seconds)
-    assert ran == [1, 2]
-    assert seconds.keys() == {"part"}
+    run_jobs([Job("part", f"only [job {n}]", lambda n=n: ran.append(n)) for n in (1, 2)], seconds)
+    assert (ran, seconds.keys()) == ([1, 2], {"part"})
     assert capsys.readouterr() == ("", "")
     if terminal:
-        said = sys.stderr.getvalue()
-        assert "1/2" in said
-        assert "part: only [job 2]" in said
+        assert "1/2" in sys.stderr.getvalue()
+        assert "part: only [job 2]" in sys.stderr.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "value", "label"),
-    [(2.0, "2×", "faster than stack"), (0.5, "2×", "slower than stack")],
-)
-def test_a_main_result_says_slower_where_it_is(seconds, value, label):
-    times = {VARIANTS[0]: seconds, "deepfast": 1.0}
-    rows = [{"depth": 6, "variant": v, "median_seconds": s} for v, s in times.items()]
-    card = page._card(rows, [VARIANTS[0]], "deepfast", "faster than stack")
-    assert (card["value"], card["label"]) == (value, label)
+def test_a_main_result_is_of_the_greatest_depth_where_both_ran():
+    times = {(6, REFERENCE): 4.0, (6, "deepfast"): 2.0, (9, "deepfast"): 3.0, (9, REFERENCE): None}
+    rows = [
+        {"what": "", "depth": depth, "variant": variant, "median_seconds": time, "peak_bytes": 1}
+        for (depth, variant), time in times.items()
+    ]
+    cards = page.headlines({"steps": rows, "mixing": [], "policies": []})
+    (card,) = [c for c in cards if c["label"] == "time of a step: stack and sum over deepfast"]
+    assert (card["value"], card["detail"]) == ("2×", "4.00 s and 2.00 s, 6 layers")
+    assert [page.show(v, "seconds") for v in (None, 0.00123, 41.23)] == ["–", "1.23 ms", "41.2 s"]

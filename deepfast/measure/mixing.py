@@ -1,0 +1,141 @@
+"""The connection of a whole stack alone, whose layers only copy: deepfast beside plain forms."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepfast.connections import BLOCKS
+from deepfast.depth.schedule import block_pattern, depth_pattern
+from deepfast.measure import forms
+from deepfast.measure.clock import COPY, Row, copy_variant
+from deepfast.measure.forms import ATTENTION_FORMS, COMPILED, PER_ROW, STACK, mixing_alone
+from deepfast.measure.jobs import Turns
+from deepfast.measure.settings import Settings
+from deepfast.measure.traffic import engine_moved
+from deepfast.nn import DLCL, AttentionResiduals
+
+FORWARD = ", forward alone"
+
+
+class Connection(NamedTuple):
+    """A connection and its forms."""
+
+    make: Callable[[int, int], forms.Connection]
+    """The module, from L and D."""
+    forms: dict[str, Callable]
+    stacks: int
+    """How many copies of every stack the form with stacks keeps."""
+
+
+def _size(layers: int) -> int:
+    """Layers in a block."""
+    return -(-layers // BLOCKS)
+
+
+def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
+    return AttentionResiduals(layers, dim, block=_size(layers))
+
+
+DLCL_FORMS: dict[str, Callable] = {
+    STACK: forms.StackAndSum,
+    "DenseFormer form": forms.DenseFormerForm,
+    PER_ROW: forms.FusedPerLayer,
+    "deepfast": forms.Deepfast,
+}
+BLOCKED = "attention residuals in blocks"
+CONNECTIONS = {
+    "DLCL": Connection(DLCL, DLCL_FORMS, 1),
+    "attention residuals": Connection(AttentionResiduals, ATTENTION_FORMS, 2),
+    BLOCKED: Connection(_in_blocks, ATTENTION_FORMS, 2),
+}
+"""In the order of the table."""
+
+
+def mixing(settings: Settings) -> list[Turns]:
+    """Every form of every connection at every depth, and a plain copy. DLCL is also measured as
+    one compiled graph, up to ``settings.compile_up_to`` layers."""
+    found = []
+    passes = ("", FORWARD) if settings.mixing_forward else ("",)
+    for depth in settings.mixing_depths:
+        rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=settings.mixing_tokens)]
+        for name, connection in CONNECTIONS.items():
+            names = list(connection.forms)
+            if name == "DLCL" and depth <= settings.compile_up_to:
+                names.append(COMPILED)
+            rows += [_row(settings, depth, name, end, form) for end in passes for form in names]
+        make = partial(MixingCase, settings, depth, rows[0])
+        label = f"{depth} layers"
+        found.append(Turns("mixing alone", label, rows, make, settings.rounds, settings.clock))
+    return found
+
+
+def _row(settings: Settings, depth: int, name: str, end: str, form: str) -> Row:
+    state = 4 * settings.mixing_tokens * settings.mixing_dim
+    row = Row(variant=form, what=name + end, depth=depth, tokens=settings.mixing_tokens,
+              counted=form != COMPILED)  # fmt: skip
+    pattern, running = depth_pattern(depth + 1, None, 1, 1), None
+    if name == BLOCKED:
+        pattern, running = block_pattern(depth + 1, _size(depth))
+    if form == "deepfast" and not end:
+        # Each layer reads its input and writes its output, in both directions.
+        row.nbytes = state * (engine_moved(pattern, running) + 4 * depth)
+    if form == STACK:
+        # Every stack, and the states, gradients and products of the last rows.
+        reads = sum(map(len, pattern))
+        row.predicted_bytes = state * CONNECTIONS[name].stacks * (reads + 5 * (depth + 1))
+    return row
+
+
+class MixingCase:
+    """Every connection at one depth, on the same input."""
+
+    def __init__(self, settings: Settings, depth: int, copy_row: Row):
+        torch.manual_seed(settings.seed)
+        size = settings.mixing_tokens, settings.mixing_dim
+        self.modules = {name: c.make(depth, size[1]) for name, c in CONNECTIONS.items()}
+        # Away from 0, where every weight of a row is the same for all tokens.
+        with torch.no_grad():
+            for module in self.modules.values():
+                for name, parameter in module.named_parameters():
+                    if name.startswith("query"):
+                        parameter.normal_(std=0.1 * parameter.shape[-1] ** -0.5)
+        self.y, self.grad = torch.randn(size, requires_grad=True), torch.randn(size)
+        self.copy, copy_row.nbytes = copy_variant()
+        self.graphs: dict[bool, Callable] = {}
+
+    def run(self, row: Row) -> None:
+        """One run of a form, or of the copy."""
+        if row.variant == COPY:
+            self.copy()
+            return
+        name = row.what.removesuffix(FORWARD)
+        with torch.set_grad_enabled(name == row.what):
+            self.mixed(name, row.variant)
+        self.y.grad = None
+        self.modules[name].zero_grad(set_to_none=True)
+
+    def mixed(self, name: str, form: str) -> Tensor:
+        """The stack's output; with autograd also the gradients."""
+        run = self.graph if form == COMPILED else partial(self.forward, name, form)
+        x = run()
+        if torch.is_grad_enabled():
+            x.backward(self.grad)
+        return x
+
+    def forward(self, name: str, form: str) -> Tensor:
+        kind = forms.LoopOfAdds if form == COMPILED else CONNECTIONS[name].forms[form]
+        return mixing_alone(kind, self.modules[name], self.y, None, forms.copying_layer)
+
+    def graph(self) -> Tensor:
+        """A whole DLCL stack with loops of adds under `torch.compile`, with autograd or without."""
+        learns = torch.is_grad_enabled()
+        if learns not in self.graphs:
+
+            def whole() -> Tensor:
+                return self.forward("DLCL", COMPILED)
+
+            self.graphs[learns] = torch.compile(whole, fullgraph=True, dynamic=False)
+        return self.graphs[learns]()
