@@ -7,7 +7,9 @@ the table lists none, attention uses torch's sdpa, and the other ops use the ref
 `availability.why_unable` says what a backend cannot run at all.
 
 The boundary in CUDA C++ comes before Triton's: its machine code loads the next rows while it
-computes, and waits less for memory. Its far passes are Triton's in both. In attention Triton's
+computes, and waits less for memory. That needs the rows' coefficients in shared memory
+(`csrc/cuda/boundary.h`): they fit up to 2,048 channels, and half of that where a thread block has
+less than 160 KiB. Its far passes are Triton's in both. In attention Triton's
 kernels read packed sentences, and sdpa pads them. Padding costs most where sentences are short. In
 fp32 Triton's matmuls use no tensor cores, so sdpa is used. varlen has no dropout, so it is used
 only on request. We have not measured these numbers on our own GPU yet: `deepfast selfcheck` prints
@@ -35,7 +37,7 @@ TABLE = {
     ("activation", "triton"): Limits(ALL, ANY),
     ("depth_mix", "triton"): Limits(ALL, 16384),
     ("depth_attention", "triton"): Limits(ALL, 16384),
-    ("boundary", "cuda"): Limits(ALL, 8192),
+    ("boundary", "cuda"): Limits(ALL, 2048),
     ("boundary", "triton"): Limits(ALL, 16384),
     ("attention_boundary", "triton"): Limits(ALL, 16384),
     ("linear_cross_entropy", "triton"): Limits(ALL, ANY),
@@ -72,6 +74,17 @@ def why_not(
     if any(torch.cuda.get_device_capability(i) < CAPABILITY for i in devices):
         needed = ".".join(map(str, CAPABILITY))
         return f"deepfast/rule.py lists it only for compute capability {needed} or newer"
-    if size is not None and size > limits.largest:
-        return f"deepfast/rule.py lists it only for sizes up to {limits.largest}, got {size}"
+    if size is None:
+        return None
+    largest = limits.largest
+    if backend == "cuda" and size > largest / 2 and _small(devices):
+        largest /= 2
+    if size > largest:
+        return f"deepfast/rule.py lists it only for sizes up to {largest:g}, got {size}"
     return None
+
+
+def _small(devices: list[int]) -> bool:
+    """Whether a thread block of one of the GPUs has less than 160 KiB of shared memory."""
+    found = map(torch.cuda.get_device_properties, devices)
+    return any(p.shared_memory_per_block_optin < 160 << 10 for p in found)  # type: ignore[attr-defined]

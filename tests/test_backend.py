@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_the_rule_decides_on_a_gpu(monkeypatch, op, dtype, size, name):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
         reason = backend.explain(op, "cuda:0", dtype, size)["triton"]
         assert "for compute capability 8.0 or newer; request it" in reason
+
+
+@pytest.mark.parametrize(("kilobytes", "most"), [(227, 2048), (160, 2048), (99, 1024)])
+def test_the_rule_gives_the_boundary_in_cuda_what_fits_shared_memory(monkeypatch, kilobytes, most):
+    found = SimpleNamespace(shared_memory_per_block_optin=kilobytes << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert rule.why_not("boundary", "cuda", [0], torch.bfloat16, most) is None
+    said = rule.why_not("boundary", "cuda", [0], torch.bfloat16, most + 1)
+    assert said == f"deepfast/rule.py lists it only for sizes up to {most}, got {most + 1}"
 
 
 @pytest.mark.parametrize("missing", ["compiler", "Python.h"])
