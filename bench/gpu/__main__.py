@@ -60,12 +60,13 @@ def right(rows: Rows) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         for line in process.stdout or ():
             what, _, found = line.strip().partition(": ")
-            kernels = what.split()[0] in backend.OPS and len(what.split()) == 3
+            # Of kernels a line says op, backend and dtype, and whether they are right.
+            kernels = what.partition(" ")[0] in backend.OPS and what.count(" ") == 2
             wrong = kernels and not found.startswith(("right", "out of memory"))
             rows.add("right", what, "deepfast", **{"error" if wrong else "note": found})
             print(line, end="", flush=True)
-    if process.returncode:
-        rows.add("right", "exit status", "deepfast", error=str(process.returncode))
+    status = str(process.returncode)
+    rows.add("right", "exit status", "deepfast", **{"note" if status == "0" else "error": status})
 
 
 def checked(op: str) -> dict:
@@ -89,6 +90,10 @@ class Outcomes:
             error = {"error": report.longreprtext[-2000:]} if report.failed else {}
             file, _, test = report.nodeid.partition("@")[0].partition("::")
             self.rows.add("tests", file, test, note=report.outcome, **error)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.rows.add("tests", report.nodeid, "", error=report.longreprtext[-2000:])
 
 
 def tests(rows: Rows) -> None:
@@ -195,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.add(stage, "the stage", "deepfast", machine=machine(dry), **error)
     found = rows.read()
     print(f"{table(found)}\n\nwritten: {rows.path}")
-    return int(any("error" in row for key, row in found.items() if key[0] in args.stage))
+    return int(any("error" in row for row in found.values() if row["time"] >= args.since))
 
 
 if __name__ == "__main__":

@@ -124,13 +124,19 @@ def torch_read(sources: list[Tensor], query: Tensor) -> Tensor:
     return (p[..., None] * v).sum(0).to(sources[0].dtype)
 
 
-def fla_read(sources: list[Tensor], query: Tensor) -> Tensor:
-    fused, query = importlib.import_module("fla.ops.attnres").fused_attnres, query.to(BF16)
-    return fused(query, sources, torch.ones_like(query), rms_eps=EPS)
+def fla_read() -> Read:
+    fused = importlib.import_module("fla.ops.attnres").fused_attnres
+
+    def read(sources: list[Tensor], query: Tensor) -> Tensor:
+        query = query.to(BF16)
+        return fused(query, sources, torch.ones_like(query), rms_eps=EPS)
+
+    return read
 
 
-def fast_read(sources: list[Tensor], query: Tensor) -> Tensor:
-    return importlib.import_module("attnres").attnres(tuple(sources), query.to(BF16), eps=EPS)
+def fast_read() -> Read:
+    attend = importlib.import_module("attnres").attnres
+    return lambda sources, query: attend(tuple(sources), query.to(BF16), eps=EPS)
 
 
 PLAIN, TORCH = "plain residual", "a read in torch"
@@ -145,13 +151,17 @@ CONNECTIONS: dict[str, dict] = {
     },
 }
 """The options of `deepfast.connect`."""
-PEERS: dict[str, Read] = {"fla": fla_read, "attnres": fast_read}
-"""Other packages, with kernels for a GPU alone."""
+READS: dict[str, Callable[[], Read]] = {
+    TORCH: lambda: torch_read,
+    "fla": fla_read,
+    "attnres": fast_read,
+}
+"""What loads a read, by the form; those of other packages, by the package, need a GPU."""
 
 
 def readers(rows: Rows) -> list[str]:
     """The forms with attention residuals that can run; torch's first."""
-    peers = [] if rows.dry else filter(importlib.util.find_spec, PEERS)
+    peers = filter(importlib.util.find_spec, [] if rows.dry else ["fla", "attnres"])
     return [TORCH, ATTNRES, *peers]
 
 
@@ -160,7 +170,7 @@ class Step:
 
     def __init__(self, rows: Rows, size: Size, form: str, with_compiler: bool = False):
         self.device, generator = rows.device, torch.Generator().manual_seed(0)
-        self.model = LanguageModel(size, ({TORCH: torch_read} | PEERS).get(form))
+        self.model = LanguageModel(size, READS[form]() if form in READS else None)
         drawn, queries = [p for p in self.model.parameters() if p.dim() > 1], self.model.queries
         if form in CONNECTIONS:
             depth = deepfast.connect(self.model, norm="pre", **CONNECTIONS[form])
