@@ -18,6 +18,7 @@ one row. The exit status is 0 only if nothing failed. Needs pytest and pytest-xd
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -126,6 +127,8 @@ STAGES: dict[str, Callable[[Rows], None]] = {
 
 def work(stage: str, rows: Rows) -> None:
     """A stage, in a process of its own."""
+    # Linux ends it when the command is killed that started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     torch.manual_seed(0)
     if rows.dry:
         from tests.cuda import build as emulator
@@ -188,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         print("no CUDA device: --dry-run runs every stage on the CPU", file=sys.stderr)
         return 2
     folder = args.output or (Path(tempfile.mkdtemp()) if dry else ROOT / "bench/results")
+    folder.mkdir(parents=True, exist_ok=True)
     device = "dry run" if dry else torch.cuda.get_device_name()
     rows = Rows(folder / f"{'-'.join(device.lower().split())}.jsonl", *options)
     for stage in args.stage:

@@ -11,9 +11,9 @@ fla's kernels as an op that the compiler does not trace. Here fla and Fast-AttnR
 
 import importlib
 import importlib.util
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,7 @@ EPS = 2**-23
 HEAD_WIDTH = 64
 
 
-class Size(NamedTuple):
-    """The sizes of a model and of its batch."""
-
-    layers: int
-    dim: int
-    ffn: int
-    batch: int
-    length: int
-    vocabulary: int
-
-
+Size = namedtuple("Size", "layers dim ffn batch length vocabulary")
 PUBLISHED = Size(24, 1024, 2816, 2, 1024, 32768)
 OF_RATIO = Size(30, 512, 1408, 8, 1024, 32768)
 OF_CURVES = Size(12, 512, 1408, 8, 256, 4096)
@@ -87,11 +77,8 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens (B, S) to logits (B, S, V); no norm before the head.
-
-    Args:
-        read: None for residual sums.
-    """
+    """Tokens (B, S) to logits (B, S, V), no norm before the head; without ``read`` by residual
+    sums."""
 
     def __init__(self, size: Size, read: Read | None = None):
         super().__init__()

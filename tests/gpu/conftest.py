@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepfast import backend
+from deepfast.clock import captured
 
 REAL = torch.cuda.is_available()
 SECONDS = 180
@@ -58,24 +59,21 @@ def capture():
     """``replay, results = capture(run)``: a CUDA graph of ``run`` and the tensors it writes. On a
     CPU a replay calls ``run`` again."""
 
-    def captured(run):
-        if not REAL:
-            results = [r.clone() for r in run()]
-            return lambda: [
-                old.copy_(new) for old, new in zip(results, run(), strict=True)
-            ], results
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+    def captured_run(run):
+        stream = torch.cuda.Stream() if REAL else None
+        if REAL:
+            stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = run()
-        return graph.replay, results
+            results = [r.clone() for r in run()]
 
-    return captured
+            def again():
+                for old, new in zip(results, run(), strict=True):
+                    old.copy_(new)
+
+            again()
+            return captured(again, stream) if REAL else again, results
+
+    return captured_run
 
 
 @pytest.fixture
