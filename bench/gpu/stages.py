@@ -109,7 +109,8 @@ def of_case(rows: Rows, what: str, case: Case) -> Iterator[Item]:
 
         return rows.timed(run, sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward]))
 
-    for which, backward in (("forward", False), ("forward and backward", True)):
+    passes = (("forward", False), ("forward and backward", True))
+    for which, backward in rows.size(passes, passes[1:]):
         for name, made in variants.items():
             yield f"{what}, {which}", name, partial(measure, *made, backward)
 
