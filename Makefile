@@ -75,7 +75,9 @@ front-end: setup
 report: setup
 	$(BIN)/deepfast report --output report
 
+# A copy of a clone may lack the link to the kernels.
 gpu:
+	test -e deepfast/kernels/__init__.py || ln -sfn ../kernels deepfast/kernels
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGE),--stage $(STAGE)) $(GPU_ARGS)
 
 # Needs neither torch nor the compiled ops.

@@ -1,310 +1,210 @@
 """Everything that needs a GPU: `make gpu`, or single stages with `make gpu STAGE="right ratio"`.
 
-Or `python -m bench.gpu --stage right` from the repository's root. Without a stage all run, in this
-order, which is that of their worth. Each ends within four minutes:
+Without a stage all run, in the order of their worth. Each ends within four minutes:
 
-    build     compiles the ops for this GPU, where that is needed
-    right     each launch once, then `deepfast selfcheck`
-    ratio     the bandwidth of a copy; training steps over those of the plain residual encoder; what
-              a launch costs the host
-    copy      every op and kernel beside a copy, torch and `torch.compile`
-    workload  the training step that Fast-AttnRes published
-    curves    losses in bf16 beside those of torch, `torch.compile` and fla
-    tests     tests/gpu, in processes side by side
-    sweeps    other tiles, warps, stages, residency and blocks of rows
-    profile   every launch under compute-sanitizer, and ncu's counters
+    build     compiles the CUDA kernels for this GPU, where that is needed
+    right     `deepfast selfcheck`: every launch against float64, and a training step
+    ratio     the bandwidth of a copy; training steps with DLCL and attention residuals over plain
+              ones; what a launch costs the host
+    copy      the connections and every op beside a copy, torch and `torch.compile`
+    workload  the training step that Fast-AttnRes published, in each form that is installed
+    curves    losses of 200 steps in bf16 beside those of torch
+    tests     the tests that need a GPU, in processes side by side
 
-Every result is written at once to ``bench/results/<gpu>.jsonl``, and after each stage to a page
-``<gpu>.md``. Runs with the same kernel sources add up there: what passed or was measured is left
-out unless ``--again``, so a stage that was cut off goes on where it was. A crash or a hang costs
-only the launch, test or section that it happened in. The exit status is 0 only if nothing failed.
-Needs pytest and pytest-xdist.
-
-``--dry-run`` runs every stage on the CPU at toy sizes, with Triton's interpreter and the emulator
-of the CUDA kernels, all in one process: about a minute.
+Each row is written at once to bench/results/<gpu>.jsonl. What is there is left out, unless it is an
+error or the kernels changed: a stage that was cut off goes on where it was. A crash or a hang costs
+one row. The exit status is 0 only if nothing failed. Needs pytest and pytest-xdist.
 """
 
 import argparse
 import contextlib
-import csv
-import importlib.util
+import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from bench.gpu import launches, machine, page, plugin, sections
-from bench.gpu.machine import ROOT
-from bench.gpu.results import Run
-from deepfast.files import write_atomically
-from deepfast.selfcheck.store import digest
+from bench.gpu import stages, workload
+from bench.gpu.rows import Rows, table
+from deepfast import availability, backend, build, library
+from deepfast.cases import check, sizes
+from deepfast.machine import environment
 
+ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 3.8
-"""The limit of a stage."""
-ITEM_SECONDS = 180
-"""The limit of one launch, test or section; compiling included."""
-DRY_PATIENCE = 4
-"""The factor of all limits in a dry run, whose processor may be busy."""
-DRY_TESTS = ["tests/gpu/test_ops.py"]
-
-SANITIZERS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
-"""Tools and their options. Torch asks a driver for things that it may refuse: no fault of ours."""
-METRICS = {
-    "gpu__time_duration.sum": "ns",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "% of the memory's peak",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "% of the multiprocessors' peak",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "% of the warps",
-    "launch__registers_per_thread": "registers",
-}
-"""What ncu measures, by its names, and what the page calls it."""
+"""The limit of a stage; in a dry run, whose processor may be busy, four times as much."""
 
 
-class Stage:
-    """One stage of a command: its processes, their limit, and what went wrong."""
-
-    def __init__(self, name: str, run: Run, options: argparse.Namespace):
-        self.name, self.run, self.options = name, run, options
-        minutes = options.minutes or MINUTES
-        self.end = time.perf_counter() + 60 * minutes * (DRY_PATIENCE if run.dry else 1)
-        self.problems: list[str] = []
-
-    def start(self, command: list[str], **more: str) -> tuple[int, str, str]:
-        """The exit status of a command, what it printed, and its errors. A command that does not
-        end in time is ended with the processes that it started, and has the status -9."""
-        seconds = max(1.0, self.end - time.perf_counter())
-        environment = machine.child_environment() | self.run.variable() | more
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-                env=environment | {plugin.STAGE: self.name}, process_group=0,
-            )  # fmt: skip
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                self.problems.append(f"{' '.join(command[:6])}: stopped after {seconds:.0f} s")
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            out.seek(0), err.seek(0)
-            return process.returncode, out.read(), err.read()
-
-    def pytest(self, words: list[str], workers: int) -> None:
-        """Runs the items that have not passed yet, in ``workers`` processes."""
-        done = [] if self.options.again else self.run.done(self.name)
-        command = [*pytest_command(), *words, *(f"--deselect={item}" for item in done)]
-        print(f"{len(done)} items passed before with these sources", flush=True)
-        if self.run.dry:
-            # One process for all stages: each one that starts takes seconds.
-            os.environ.update(self.run.variable() | {plugin.STAGE: self.name})
-            status, err = int(pytest.main([*command[3:], "-n", "0"])), ""
-        else:
-            status, out, err = self.start([*command, "-n", str(workers)])
-            print(out[-12000:], flush=True)
-        if status not in (0, 5):  # 5: all items were deselected.
-            self.problems.append(f"{' '.join(words)}: exit status {status} {err[-300:]}")
-
-
-def pytest_command() -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "bench.gpu.plugin", "-p",
-            "no:cacheprovider", "--color=no", "--max-worker-restart=1000"]  # fmt: skip
-
-
-def processes() -> int:
-    """How many processes compile kernels or compute references side by side."""
-    return max(1, min(12, (os.cpu_count() or 1) - 2))
-
-
-def build(stage: Stage) -> None:
-    """Compiles deepfast._C for the GPU's own architecture where that is needed. If it fails, the
-    other stages still run."""
-    if stage.run.dry or not machine.stale():
+def compile_kernels(rows: Rows) -> None:
+    """Compiles deepfast._C for this GPU's architecture alone, where it lacks these kernels."""
+    if rows.dry or torch.version.cuda is None:
         return
-    print("building the compiled ops", flush=True)
-    command = [sys.executable, "-m", "bench.gpu.machine", machine.architecture()]
-    status, out, err = stage.start(command)
-    if status:
-        stage.problems.append("building the compiled ops failed")
-        print((out + err)[-4000:], flush=True)
+    architecture = "".join(map(str, torch.cuda.get_device_capability()))
+    if architecture not in (backend.build_info().get("cuda") or "").split("+"):
+        build.CUDA_ARCHITECTURES = (architecture,)
+        build.compile_ops(library.in_package(build.why_no_cuda() is None))
 
 
-def selfcheck(stage: Stage) -> None:
-    """`deepfast selfcheck`, unless all kernels were checked before: the defaults are then right."""
-    if stage.run.dry or machine.checked():
-        print("no selfcheck in a dry run" if stage.run.dry else "checked before", flush=True)
+def right(rows: Rows) -> None:
+    """Each line of `deepfast selfcheck` is a row. It keeps by itself what it found right."""
+    if rows.dry:
+        rows.measure("right", ((op, "deepfast", lambda op=op: checked(op)) for op in backend.OPS))
         return
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "deepfast", "selfcheck"]
-    status, out, err = stage.start(command, DEEPFAST_SELFCHECK="first-use")
-    found = {"status": f"exit status {status}", "lines": out.splitlines(), "said": err[-4000:],
-             "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
-    stage.run.write("selfcheck", **found)
-    print("\n".join(page.selfcheck(found)), flush=True)
-    if status:
-        stage.problems.append(f"deepfast selfcheck: {found['status']}")
+    command = [sys.executable, "-m", "deepfast", "selfcheck", *["--again"] * rows.again]
+    variables = os.environ | {"DEEPFAST_SELFCHECK": "first-use"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        for line in process.stdout or ():
+            what, _, found = line.strip().partition(": ")
+            # Of kernels a line says op, backend and dtype, and whether they are right.
+            kernels = what.partition(" ")[0] in backend.OPS and what.count(" ") == 2
+            wrong = kernels and not found.startswith(("right", "out of memory"))
+            rows.add("right", what, "deepfast", **{"error" if wrong else "note": found})
+            print(line, end="", flush=True)
+    status = str(process.returncode)
+    rows.add("right", "exit status", "deepfast", **{"note" if status == "0" else "error": status})
 
 
-def measure(stage: Stage) -> None:
-    """The stage's sections of benchmarks, one after another in one process; a new one after a
-    crash."""
-    asked = stage.options.sections or sections.SECTIONS
-    names = [name for name in sections.STAGES[stage.name] if name in asked]
-    stage.pytest([f"bench/gpu/sections.py::test_section[{name}]" for name in names], 1)
+def checked(op: str) -> dict:
+    """In a dry run: the first call of an op, on the backends of a GPU."""
+    case = next(iter(sizes.LISTED[op](sizes.QUICK["cpu"])))
+    for by in ("triton", *["cuda"] * (op in availability.IN_CUDA)):
+        if error := check.fault(case, by, torch.float32, "cpu", runs=1):
+            return {"error": f"{by}: {error}"}
+    return {"note": "right"}
 
 
-def right(stage: Stage) -> None:
-    stage.pytest(["bench/gpu/launches.py"], processes())
-    selfcheck(stage)
+class Outcomes:
+    """A plugin of pytest: each test is a row, as soon as it has ended."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def pytest_runtest_logreport(self, report):
+        # Setup and teardown count where the test fails or is skipped in them.
+        if report.when == "call" or not report.passed:
+            error = {"error": report.longreprtext[-2000:]} if report.failed else {}
+            file, _, test = report.nodeid.partition("@")[0].partition("::")
+            self.rows.add("tests", file, test, note=report.outcome, **error)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.rows.add("tests", report.nodeid, "", error=report.longreprtext[-2000:])
 
 
-def test_files(dry: bool) -> list[str]:
-    """The files with tests for a GPU. Collecting every file would take longer, and would import
-    files that need Triton's interpreter."""
-    if dry:
-        return DRY_TESTS
+def tests(rows: Rows) -> None:
+    """The tests marked gpu, in processes side by side; those in one group take turns."""
+    import pytest
+
     marked = (p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text())
-    return sorted(str(p.relative_to(ROOT)) for p in marked)
+    files = [str(path.relative_to(ROOT)) for path in sorted(marked)]
+    workers = max(1, min(12, (os.cpu_count() or 1) - 2))
+    words = ["-q", "-p", "no:cacheprovider", "--max-worker-restart=1000", "--dist=loadgroup"]
+    words += [*files, "-m", "gpu", f"-n{workers}"]
+    if rows.dry:
+        words = ["-q", "-p", "no:cacheprovider", "tests/gpu/test_ops.py", "-m", "not slow", "-n0"]
+    known = [key for key in rows.read() if key[0] == "tests" and not rows.lacks(*key)]
+    done = [f"--deselect={file}::{test}" for _, file, test in known]
+    pytest.main([*words, *done], [Outcomes(rows)])
 
 
-def tests(stage: Stage) -> None:
-    """Runs the tests in processes side by side, then alone those that need much memory."""
-    files = stage.options.tests or test_files(stage.run.dry)
-    words = [*files, "--all-cases"]
-    stage.pytest([*words, "-m", "gpu and not room"], processes())
-    stage.pytest([*words, "-m", "gpu and room"], 1)
-
-
-def profile(stage: Stage) -> None:
-    """Every launch under compute-sanitizer, each in a process of its own, and then alone under
-    ncu."""
-    each = [f"bench/gpu/launches.py::test_launch[{by}-{name}]"
-            for by in ("cuda", "triton") for name in launches.names(by)]  # fmt: skip
-    tool = machine.tool("compute-sanitizer")
-    for check, options in SANITIZERS.items():
-        if stage.run.dry:
-            stage.pytest(each[:1], 1)
-            break
-        if tool is None:
-            print("compute-sanitizer was not found", flush=True)
-            break
-        prefix = [tool, "--tool", check, *options, "--error-exitcode", "9"]
-
-        def sanitize(item: str, check: str = check, prefix: list[str] = prefix) -> None:
-            # Torch's allocator keeps freed memory, in which a wrong access would not be found.
-            status, out, err = stage.start(
-                [*prefix, *pytest_command(), "-n", "0", item], PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-            )
-            if status:
-                stage.problems.append(f"{check} of {item}: exit status {status}")
-                print(f"{stage.problems[-1]}\n{(out + err)[-3000:]}", flush=True)
-
-        with ThreadPoolExecutor(processes()) as pool:
-            list(pool.map(sanitize, each))
-    tool = machine.tool("ncu")
-    if tool is None or stage.run.dry:
-        print("ncu was not found, or this is a dry run", flush=True)
-        return
-    options = ["--csv", "--page", "raw", "--clock-control", "none", "--nvtx", "--nvtx-include",
-               "launch/", "--metrics", ",".join(METRICS)]  # fmt: skip
-    for by in ("cuda", "triton"):
-        words = [*pytest_command(), "-n", "0", "bench/gpu/launches.py", "-k", by]
-        _, out, _ = stage.start([tool, *options, *words], **{launches.MAIN: "8192x512"})
-        if rows := list(kernels(out)):
-            stage.run.write("kernels", name=f"ncu of {by}", rows=rows)
-
-
-def kernels(output: str) -> Iterator[dict]:
-    """For each kernel that ncu measured its name and METRICS by the page's names."""
-    for row in csv.DictReader(line for line in output.splitlines() if line.startswith('"')):
-        # The line after the head has the units.
-        if row["ID"]:
-            found = {said: row.get(metric) for metric, said in METRICS.items()}
-            yield {"kernel": row["Kernel Name"][:80]} | found
-
-
-STAGES: dict[str, Callable[[Stage], None]] = {
-    "build": build, "right": right, "ratio": measure, "copy": measure, "workload": measure,
-    "curves": measure, "tests": tests, "sweeps": measure, "profile": profile,
-}  # fmt: skip
+STAGES: dict[str, Callable[[Rows], None]] = {
+    "build": compile_kernels,
+    "right": right,
+    "ratio": lambda rows: rows.measure("ratio", stages.ratio(rows)),
+    "copy": lambda rows: rows.measure("copy", stages.copy(rows)),
+    "workload": lambda rows: rows.measure("workload", workload.workload(rows)),
+    "curves": lambda rows: rows.measure("curves", workload.curves(rows)),
+    "tests": tests,
+}
 """In the order in which they run."""
 
 
+def work(stage: str, rows: Rows) -> None:
+    """A stage, in a process of its own."""
+    # Linux ends it when the command is killed that started it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    torch.manual_seed(0)
+    if rows.dry:
+        from tests.cuda import build as emulator
+
+        torch.set_num_threads(1)
+        torch.ops.load_library(emulator.build())
+        emulator.emulate()
+    STAGES[stage](rows)
+
+
+def run(command: list[str], rows: Rows, seconds: float) -> str | None:
+    """Runs a command that adds rows, again after each crash, until it ends well or its time is
+    over. Returns why it did not end well."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "DEEPFAST_SELFCHECK": "off"}
+    # A variable of the shell must not change what is measured.
+    variables |= {"DEEPFAST_BACKEND": "", "TRITON_INTERPRET": "1" if rows.dry else "0"}
+    end = time.perf_counter() + seconds
+    while True:
+        before = rows.read()
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, process_group=0)
+        try:
+            status = process.wait(max(1.0, end - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            return f"stopped after {seconds:.0f} s; the next run goes on"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if status == 0 or rows.read() == before:
+            return f"ended with status {status}" if status else None
+
+
+def machine(dry: bool) -> dict:
+    """What a reader needs to judge the numbers."""
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    command = f"nvidia-smi --query-gpu={query} --format=csv,noheader"
+    return environment() | ({} if dry else {"gpu": subprocess.getoutput(command)})
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--stage", nargs="+", choices=STAGES, help="default: all")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench.gpu", description=__doc__, formatter_class=kind)
+    parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], help="or all")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU at toy sizes: a minute")
     parser.add_argument("--output", type=Path, help="folder of the results")
-    parser.add_argument("--copies", type=Path, help="a second folder that gets the results")
-    parser.add_argument("--minutes", type=float, help="limit of each stage, in place of its own")
-    parser.add_argument("--again", action="store_true", help="also what passed or was measured")
-    names = ", ".join(sections.SECTIONS)
-    parser.add_argument("--sections", nargs="+", choices=sections.SECTIONS, metavar="SECTION",
-                        help=f"only these of the stages: {names}")  # fmt: skip
-    parser.add_argument("--tests", nargs="+", help="files of tests")
-    args = parser.parse_args(argv)
-    asked = {*(args.sections or ())}
-    holding = [name for name, found in sections.STAGES.items() if asked & found.keys()]
-    args.stage = args.stage or holding or list(STAGES)
-    if args.sections and not {*args.stage} <= {*holding}:
-        of, got = ", ".join(holding), " ".join(args.stage)
-        parser.error(f"--sections: these are of {of}, got --stage {got}")
-    return args
+    parser.add_argument("--again", action="store_true", help="also what was measured before")
+    # The process of a stage gets these.
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--since", type=float, default=time.time(), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    dry = args.dry_run
+    dry, options = args.dry_run, (args.since, args.again, args.dry_run)
+    if args.work:
+        work(args.stage[0], Rows(args.work, *options))
+        return 0
     if not dry and not torch.cuda.is_available():
         print("no CUDA device: --dry-run runs every stage on the CPU", file=sys.stderr)
         return 2
-    if importlib.util.find_spec("xdist") is None:
-        print("bench.gpu needs pytest and pytest-xdist", file=sys.stderr)
-        return 2
-    if dry:
-        torch.set_num_threads(1)
-    machine.link_kernels(ROOT)
     folder = args.output or (Path(tempfile.mkdtemp()) if dry else ROOT / "bench/results")
     folder.mkdir(parents=True, exist_ok=True)
-    facts = machine.facts(dry)
-    for name, value in facts.items():
-        print(f"{name}: {value}")
-    path, problems = folder / f"{machine.slug(facts['device'])}.jsonl", []
-    for name in args.stage:
-        print(f"\n==== {name}", flush=True)
-        run = Run(str(path), digest(), dry, ITEM_SECONDS * (DRY_PATIENCE if dry else 1))
-        stage, start, clocks = Stage(name, run, args), time.perf_counter(), machine.clocks()
-        try:
-            STAGES[name](stage)
-        except Exception:
-            # The other stages and the results so far do not depend on it.
-            stage.problems.append(traceback.format_exc())
-        run.write(
-            "run", date=time.strftime("%Y-%m-%d %H:%M"), stage=name, machine=facts,
-            status="; ".join(stage.problems) or "ok",
-            seconds=round(time.perf_counter() - start, 1),
-            clocks=clocks and f"{clocks} before, {machine.clocks()} after",
-        )  # fmt: skip
-        write_atomically(path.with_suffix(".md"), page.page(run).encode())
-        for each in (path, path.with_suffix(".md")) if args.copies else ():
-            shutil.copy(each, args.copies)
-        print("\n".join(stage.problems), flush=True)
-        problems += stage.problems
-    print("\n" + page.summary(run))
-    print(f"written: {path}, {path.with_suffix('.md')}")
-    return 1 if problems else 0
+    device = "dry run" if dry else torch.cuda.get_device_name()
+    rows = Rows(folder / f"{'-'.join(device.lower().split())}.jsonl", *options)
+    for stage in args.stage:
+        print(f"\n==== {stage}", flush=True)
+        words = ["--stage", stage, "--work", str(rows.path), "--since", str(args.since)]
+        words += ["--dry-run"] * dry + ["--again"] * args.again
+        command = [sys.executable, "-m", "bench.gpu", *words]
+        problem = run(command, rows, 60 * MINUTES * (4 if dry else 1))
+        error = {"error": problem} if problem else {}
+        rows.add(stage, "the stage", "deepfast", machine=machine(dry), **error)
+    found = rows.read()
+    print(f"{table(found)}\n\nwritten: {rows.path}")
+    return int(any("error" in row for row in found.values() if row["time"] >= args.since))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ def _case(name: str, rows: Rows, kind, full: bool, depth: int, options: dict, gi
 
     def run(*, backend=None, **given: Tensor):
         states = [given.pop(f"y{k}") for k in range(depth + 1)]
-        connection = kind(depth, dim, backend=backend, **options)
-        stack = _Stack(connection, dim, full, rms).to(states[0].device)
+        # Without parameters of its own: a copy from the host would end the capture of a CUDA graph.
+        with torch.device("meta"):
+            stack = _Stack(kind(depth, dim, backend=backend, **options), dim, full, rms)
         parameters = {name.replace("__", "."): p for name, p in given.items()}
         # Strict, because a parameter that is no operand would get no gradient to compare.
         return functional_call(stack, parameters, tuple(states), strict=True)

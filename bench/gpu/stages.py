@@ -1,0 +1,145 @@
+"""The stages ratio and copy: training steps, launches, connections and ops beside torch's."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from bench.gpu import workload
+from bench.gpu.rows import BF16, Item, Rows
+from deepfast import backend, nn, ops
+from deepfast.cases import sizes
+from deepfast.cases.case import Case, torch_dropout, tuple_of
+from deepfast.clock import on_cpu
+from deepfast.depth.schedule import depth_pattern
+from deepfast.measure import forms
+from deepfast.measure.traffic import engine_moved
+
+IN_SENTENCES = ("attention", "linear_cross_entropy", "peephole_lstm")
+"""Ops whose typical calls have their own numbers of tokens."""
+
+
+def ours(rows: Rows, op: str) -> dict[str, str]:
+    """The backends that are measured, by the name of their form; varlen is torch's attention."""
+    names = [by for by in ("triton", "cuda", "varlen") if (op, by) != ("attention", "cuda")]
+    able = [by for by in names if backend.why_unable(op, by, rows.device, BF16) is None]
+    return {f"deepfast, {by}": by for by in able}
+
+
+# ---- ratio ---------------------------------------------------------------------------------------
+
+
+def ratio(rows: Rows) -> Iterator[Item]:
+    yield rows.copy()
+    yield from workload.ratio(rows)
+    yield from launches(rows)
+
+
+def launches(rows: Rows) -> Iterator[Item]:
+    """What Python takes until it has queued an op on few tokens."""
+    layers, T, D = rows.size((30, 16, 512), (1, 4, 16))
+    x, weight, bias = (torch.randn(n, device=rows.device) for n in ((T, D), D, D))
+
+    def measure(run: Callable, calls: int = 1) -> dict:
+        seconds = []
+        for _ in range(rows.size(30, 1)):
+            seconds.append(on_cpu(run) / calls)
+            if not rows.dry:
+                torch.cuda.synchronize()
+        return {"seconds": statistics.median(seconds), "note": "of the host"}
+
+    def stack(dlcl: nn.DLCL, norm: nn.LayerNorm) -> None:
+        history, residual, n = nn.DepthHistory(), None, x
+        options = {"dropout_p": 0.1, "out_norm": norm.as_output()}
+        for _ in range(layers + 1):
+            residual, n = dlcl(n, history, residual=residual, **options)
+
+    torchs = partial(F.layer_norm, x, (D,), weight, bias)
+    yield "launch of a layer_norm", "torch", partial(measure, torchs)
+    for form, by in ours(rows, "layer_norm").items():
+        run = partial(ops.layer_norm, x, weight, bias, backend=by)
+        yield "launch of a layer_norm", form, partial(measure, run)
+    for form, by in ours(rows, "boundary").items():
+        parts = [kind.to(rows.device) for kind in (nn.DLCL(layers, D, backend=by), nn.LayerNorm(D))]
+        run = partial(stack, *parts)
+        yield "launch between two layers", form, partial(measure, run, layers + 1)
+
+
+# ---- copy ----------------------------------------------------------------------------------------
+
+
+def copy(rows: Rows) -> Iterator[Item]:
+    yield rows.copy()
+    yield from connections(rows)
+    for op in sizes.KERNELS:
+        for width in sizes.widths(op, rows.device)[:: rows.size(2, 3)]:
+            # The operands of the others are larger than L2: each form moves them through memory.
+            many = rows.size(None if op in IN_SENTENCES else (1 << 25) // width, None)
+            case = sizes.typical(op, width, rows.device, tokens=many)
+            yield from of_case(rows, f"{op}, {case.name}", case)
+
+
+def of_case(rows: Rows, what: str, case: Case) -> Iterator[Item]:
+    """A call forward alone, and with its backward, by each form."""
+    # Torch's ops are fastest where parameters are in bf16 too.
+    own = cache(partial(case.leaves, BF16, BF16, rows.device))
+    low = cache(partial(case.of_one_dtype, BF16, rows.device))
+    variants: dict[str, tuple[Callable, Callable]] = {}
+    if case.plain is not None:
+        plain = partial(case.plain, torch_dropout)
+        variants = {
+            "torch": (lambda: plain, low),
+            "torch.compile": (lambda: rows.compiled(plain), low),
+        }
+    for name, by in ours(rows, case.op).items():
+        variants[name] = partial(partial, case.run, backend=by), own
+
+    def measure(load: Callable, leaves: Callable, backward: bool) -> dict:
+        form, operands = load(), leaves()
+
+        def run():
+            with torch.set_grad_enabled(backward):
+                outputs = tuple_of(form(**operands))
+            if backward:
+                ones = list(map(torch.ones_like, outputs))
+                return torch.autograd.grad(outputs, list(operands.values()), ones)
+            return outputs
+
+        return rows.timed(run, sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward]))
+
+    passes = (("forward", False), ("forward and backward", True))
+    for which, backward in rows.size(passes, passes[1:]):
+        for name, made in variants.items():
+            yield f"{what}, {which}", name, partial(measure, *made, backward)
+
+
+def connections(rows: Rows) -> Iterator[Item]:
+    """The connection of a whole stack whose layers do nothing, forward and backward."""
+    layers, T, D = rows.size((48, 8192, 512), (5, 8, 16))
+    y = torch.randn(T, D, device=rows.device).to(BF16).requires_grad_()
+    grad = torch.randn(T, D, device=rows.device).to(BF16)
+    states = engine_moved(depth_pattern(layers + 1, None, 1, 1), device_type=rows.device)
+
+    def measure(form: Callable, module: torch.nn.Module, nbytes: int = 0) -> dict:
+        leaves = [y, *module.to(rows.device).parameters()]
+
+        def run():
+            x = forms.mixing_alone(form, module, y, None)
+            return torch.autograd.grad(x, leaves, grad)
+
+        return rows.timed(run, nbytes)
+
+    dense = {"DenseFormer form": forms.DenseFormerForm}
+    for kind, plain in (
+        (nn.DLCL, {"stack and sum": forms.StackAndSum} | dense),
+        (nn.AttentionResiduals, {"stack and sum": forms.StackedAttention}),
+    ):
+        what = f"{kind.__name__}, {layers} layers that do nothing, T={T}, D={D}"
+        for name, form in plain.items():
+            # On a GPU torch's norms take parameters only in the dtype of their input.
+            yield what, name, partial(measure, form, kind(layers, D).to(BF16))
+        for name, by in ours(rows, kind.pass_kind.op).items():
+            module = kind(layers, D, backend=by)
+            yield what, name, partial(measure, forms.Deepfast, module, states * y.nbytes)
