@@ -62,10 +62,10 @@ class Stack(nn.Module):
     def layer(self, k, x):
         return torch.tanh(x * self.scales[k].to(x.dtype))
 
-    def xs(self, y, history):
-        """Every x_1 .. x_{L+1}."""
+    def xs(self, y, history, layers=None):
+        """Every x_1 .. x_{L+1}, or those of the lower layers."""
         xs = [self.push(y, history)]
-        for k in range(len(self.scales)):
+        for k in range(len(self.scales) if layers is None else layers):
             xs.append(self.push(self.layer(k, xs[-1]), history))
         return xs
 

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from deepfast import backend as backends
-from deepfast.cases import check
-from deepfast.cases.sizes import LISTED, Sizes
 from deepfast.depth.push import OutNorm
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
 from deepfast.reference.depth_mix import dlcl as specification
@@ -42,10 +40,12 @@ def norm_of(kind, dim, dtype):
     return OutNorm(None if kind == "bare" else weight, bias, 1e-3, rms=kind == "rms")
 
 
-def chain(stack, history, y, residual, dropout_p, **call):
+def chain(stack, history, y, residual, dropout_p, strided, **call):
     """A sum over what all pushes return."""
     total, rest = 0.0, None
     for k in range(stack.depth.rows):
+        # The layer's output and the gradient it gets back have strides.
+        y = torch.cat((y, y), -1)[..., y.shape[-1] :] if strided else y
         p = dropout_p if k else 0.0
         x = stack.push(y, history, residual=rest, dropout_p=p, seed=11 * k, **call)
         x, n = x if call["out_norm"] else (x, x)
@@ -56,10 +56,10 @@ def chain(stack, history, y, residual, dropout_p, **call):
     return total
 
 
-def assert_is_the_equation(stack, tokens, block, out_norm=None, tolerance=1e-9, **push):
+def assert_is_the_equation(stack, lead, block, out_norm=None, tolerance=1e-9, **push):
     dtype, dim = stack.scales.dtype, stack.depth.dim
-    push = {"residual": False, "dropout_p": 0.0, "return_x": True} | push
-    norm, y = norm_of(out_norm, dim, dtype), leaf(tokens, dim, dtype=dtype)
+    push = {"residual": False, "dropout_p": 0.0, "return_x": True, "strided": False} | push
+    norm, y = norm_of(out_norm, dim, dtype), leaf(*lead, dim, dtype=dtype)
     leaves = [y, *(p for p in (*stack.parameters(), *(norm or ())[:2]) if p is not None)]
     leaves = [p for p in leaves if p.requires_grad]
     found, dout = [], torch.randn_like(y)
@@ -73,12 +73,15 @@ def assert_is_the_equation(stack, tokens, block, out_norm=None, tolerance=1e-9, 
 @settings(max_examples=12)
 @given(
     norm=st.sampled_from(NORMS), weight=st.sampled_from(WEIGHTS), reads=st.integers(1, 3),
-    layers=st.integers(1, 22), dim=st.integers(2, 70), tokens=st.integers(0, 9),
+    frozen=st.sampled_from([(), (), (0,), (1,), (0, 2), (0, 1, 2)]),
+    layers=st.integers(1, 22), dim=st.integers(2, 70),
+    lead=st.sampled_from([(1,), (3,), (9,), (), (2, 3), (2, 1, 3), (0,), (2, 0)]),
     block=st.sampled_from([None, 1, 2, 3, 4, 8, 1000]), dropout_p=st.sampled_from([0.0, 0.3]),
     residual=st.booleans(), out_norm=st.sampled_from(OUT_NORMS), return_x=st.booleans(),
+    strided=st.booleans(),
 )  # fmt: skip
 def test_is_the_equation(
-    ran, backend, name, options, norm, weight, reads, layers, dim, tokens, block, out_norm,
+    ran, backend, name, options, norm, weight, reads, frozen, layers, dim, lead, block, out_norm,
     return_x, **push,
 ):  # fmt: skip
     torch.manual_seed(0)
@@ -90,9 +93,11 @@ def test_is_the_equation(
     out_norm = None if norm and norm.startswith("post") else out_norm
     layers = math.ceil(layers / reads)
     stack = Stack(name, layers, dim, backend=backend, eps=1e-3, **options).double()
+    for i, p in enumerate(stack.depth.parameters()):
+        p.requires_grad_(p.requires_grad and i not in frozen)
     push |= {"out_norm": out_norm, "return_x": return_x or out_norm is None}
     with ran(stack.depth.pass_kind.op, backend):
-        assert_is_the_equation(stack, tokens, block, **push)
+        assert_is_the_equation(stack, lead, block, **push)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_is_the_equation(
 def test_is_the_equation_in_large_stacks(backend, name, layers, dim, tokens):
     """More states than a cache holds, and tokens in several chunks."""
     stack = Stack(name, layers, dim, backend=backend).double()
-    assert_is_the_equation(stack, tokens, None)
+    assert_is_the_equation(stack, (tokens,), None)
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -183,24 +188,14 @@ def server(request):
     return request.param
 
 
-def on_gpu(*cases):
-    """Triton's interpreter takes seconds for a case."""
-    return [pytest.param(*c, marks=pytest.mark.slow) if "triton" in c else c for c in cases]
+SERVERS = [("cuda", "dlcl")]
+SERVERS += [(by, name) for by in ("cpu", "reference") for name in ("dlcl", "attnres", "relu")]
+# Triton's interpreter takes seconds for a case.
+SERVERS += [pytest.param("triton", n, marks=pytest.mark.slow) for n in ("dlcl", "attnres", "relu")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("server", "name"),
-    on_gpu(
-        *(
-            (by, name)
-            for by in ("cpu", "reference", "triton")
-            for name in ("dlcl", "attnres", "relu")
-        ),
-        ("cuda", "dlcl"),
-    ),
-    indirect=["server"],
-)
+@pytest.mark.parametrize(("server", "name"), SERVERS, indirect=["server"])
 def test_sums_in_16_bits_are_rounded_once(server, name, dtype):
     """Rows of states, and the gradients of the states, are those in float64 rounded once."""
     make, own = CONNECTIONS[name]
@@ -238,24 +233,7 @@ def test_cuda_is_the_equation(ran, server, residual, out_norm):
     """Without x where there is a norm and no residual; with dropout where there is a residual."""
     return_x, p = residual or out_norm is None, 0.3 * residual
     stack, push = Stack("dlcl", 6, 67, backend=server), {"residual": residual, "dropout_p": p}
-    assert_is_the_equation(stack, 70, 2, out_norm, tolerance=1e-3, return_x=return_x, **push)
-
-
-@pytest.mark.parametrize(
-    ("op", "server", "dtype"),
-    on_gpu(
-        ("boundary", "triton", torch.bfloat16),
-        ("boundary", "cuda", torch.float32),
-        ("boundary", "cuda", torch.float16),
-        ("attention_boundary", "triton", torch.float32),
-    ),
-    indirect=["server"],
-)
-def test_listed_calls_agree(server, op, dtype):
-    # Many sources take Triton's interpreter minutes.
-    sizes = Sizes(3, 7, 16, 12, *([9] if server == "triton" else []))
-    for case in LISTED[op](sizes):
-        assert check.fault(case, server, dtype, "cpu", runs=1) is None
+    assert_is_the_equation(stack, (70,), 2, out_norm, tolerance=1e-3, return_x=return_x, **push)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 and calls. tests/nn/test_modules.py has single arguments of every module."""
 
 import functools
+import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -90,114 +92,96 @@ def test_options(kind, options, words):
         kind(**SIZES[kind] | options)
 
 
-X, ENCODED = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+X, ENCODED, Z = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(5, 6)
 RIGHT = torch.tensor([[0, 0, 0], [0, 1, 1]]).bool()
-PACKING, SHORT, Z = Packing(2, 3), torch.randn(5, 8), torch.randn(5, 6)
-
+PACKING, T, ROWS = Packing(2, 3), torch.randn(6, 8), torch.randn(2, 4)
 encoder, decoder = TransformerEncoder(1, 8, 2, 16), TransformerDecoder(1, 8, 2, 16)
-packed, decoded, start = encoder.forward_packed, decoder.forward_packed, decoder.start
-transparent = TransparentAttention(3, 2, 4)
-
-
-def step(x, *given):
-    """With the cache of two sentences or with what is given."""
-    return decoder.step(x, *(given or (start(X.flatten(0, 1), PACKING),)))
-
-
-def fusion(*args, kind="attention", own_embedding=True, **options):
-    return LayerFusion(3, 6, kind, own_embedding=own_embedding)(*args, **options)
-
-
-without_embedding = functools.partial(fusion, own_embedding=False)
-
-
-def wide(*shape):
-    return torch.ones(*shape, dtype=torch.float64)
-
-
-def meta(*shape):
-    return torch.ones(*shape, device="meta")
-
-
 ENCODERS = encoder, TransformerEncoderLayer(8, 2, 16)
 DECODERS = decoder, TransformerDecoderLayer(8, 2, 16)
-AS_WEIGHTS = r"\S* must be torch\.float32 like the weights, got torch\.float64"
-ON_CPU = r"\S* must be on cpu like the weights, got meta"
-WIDE = [wide(3, 6)] * 3
+transparent = TransparentAttention(3, 2, 4)
+fusion, without = (LayerFusion(3, 6, own_embedding=own) for own in (True, False))
+CROSSED = {"x": X, "encoded": ENCODED, "key_padding_mask": RIGHT}
+CROSSED |= {"encoded_key_padding_mask": torch.zeros(2, 4).bool()}
+# Calls that are right, by the names of their arguments without a suffix for the shape.
 CALLS = [
-    (ENCODERS, (X[0],), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
-    (ENCODERS, (ENCODED[..., :7],), ValueError, r"x must be \(B, S, 8\), got \(2, 4, 7\)"),
-    (ENCODERS, ([1.0],), TypeError, "x must be a tensor, got list"),
-    (ENCODERS, (X, [[0]]), TypeError, "key_padding_mask must be a tensor or None, got list"),
-    (ENCODERS, (X, RIGHT[:1]), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
-    (ENCODERS, (X, RIGHT.float()), ValueError, r"key_padding_mask must be bool \(2, 3\), got"),
-    (ENCODERS, (wide(2, 3, 8),), ValueError, f"x{AS_WEIGHTS}"),
-    (DECODERS, (X[0], ENCODED), ValueError, r"x must be \(B, S, 8\), got \(3, 8\)"),
-    (DECODERS, (X, ENCODED[0]), ValueError, r"encoded must be \(B, S, 8\), got \(4, 8\)"),
-    (DECODERS, (X, ENCODED[:1]), ValueError, "encoded must have x's batch size 2, got 1"),
-    (DECODERS, (X, None), TypeError, "encoded must be a tensor, got NoneType"),
-    (DECODERS, (X, ENCODED, None, RIGHT), ValueError, r"encoded_key_padding_mask must be bool \(2"),
-    (DECODERS, (X, ENCODED, RIGHT.flip(1)), ValueError, "padding of x must be on the right.*e 1"),
-    (DECODERS, (X, ENCODED, RIGHT.roll(1, 1)), ValueError, "must be on the right.*sentence 1"),
-    (DECODERS, (wide(2, 3, 8), wide(2, 3, 8)), ValueError, f"x{AS_WEIGHTS}"),
-    (DECODERS, (X, wide(2, 3, 8)), ValueError, f"encoded{AS_WEIGHTS}"),
-    (DECODERS, (X, meta(2, 3, 8)), ValueError, f"encoded{ON_CPU}"),
-    (packed, (SHORT, PACKING), ValueError, r"Encoder: x must be \(6, 8\), got \(5, 8\)"),
-    (packed, (SHORT, 5), TypeError, "Encoder: packing must be .*, got int"),
-    (decoded, (SHORT, PACKING, X.view(6, 8), PACKING), ValueError, r"Decoder: x must be \(6, 8\)"),
-    (decoded, (X.view(6, 8), PACKING, [X.view(6, 8)] * 2, PACKING), ValueError,
-     "one encoder output for each of 1 layers, got 2"),
-    (start, (SHORT, PACKING), ValueError, r"Decoder: encoded must be \(6, 8\), got \(5, 8\)"),
-    (start, ([SHORT], PACKING), ValueError, r"Decoder: encoded must be \(6, 8\), got \(5, 8\)"),
-    (start, (SHORT, 5), TypeError, "Decoder: packing must be .*, got int"),
-    (step, (SHORT[:1],), ValueError, r"TransformerDecoder: x must be \(2, 8\), got"),
-    (step, (SHORT, 5), TypeError, "cache must be what start returns, got int"),
-    (MultiheadAttention(8, 2), (wide(6, 8), PACKING), ValueError, f"x{AS_WEIGHTS}"),
-    (MultiheadAttention(8, 2), (meta(6, 8), PACKING), ValueError, f"x{ON_CPU}"),
-    *(
-        (Packing.of, (4, 4, mask), ValueError, r"key_padding_mask must be bool \(4, 4\), got")
-        for mask in (torch.zeros(4, 3).bool(), torch.zeros(4, 4), torch.zeros(16).bool())
-    ),
-    (TransformerEncoder(2, 8, 2, 16, connection="residual"), (wide(2, 3, 8),), ValueError,
-     f"x{AS_WEIGHTS}"),
-    (LatentDepth(5, 3), (3,), ValueError, "language must be an integer from 0 to 2, got 3"),
-    # A bool would index the whole table.
-    (LatentDepth(5, 3), (True,), ValueError, "language must be an integer from 0 to 2, got Tr"),
-    (LatentDepth(5).set_step, (-5,), ValueError, "step must be an integer of at least 0, got"),
-    (fusion, ([Z] * 2,), ValueError, "expected 3 states, got 2"),
-    (fusion, (WIDE,), ValueError, rf"states\[0\]{AS_WEIGHTS}"),
-    (fusion, ([meta(3, 6)] * 3,), ValueError, rf"states\[0\]{ON_CPU}"),
-    (fusion, ([Z] * 3, torch.zeros(3, 6)), ValueError, "only if own_embedding=False .*got one"),
-    (functools.partial(fusion, kind="average", return_attention=True), ([Z] * 3,), ValueError,
-     "'average' has no attention"),
-    (without_embedding, ([Z] * 3,), ValueError, "if and only if own_embedding=False .*got none"),
-    (without_embedding, ([Z] * 3, Z[:2]), ValueError, r"\(at least 3, 6\), got \(2, 6\)"),
-    (without_embedding, ([Z] * 3, [1]), TypeError, "layer_embedding must be a tensor, got list"),
-    *(
-        (functools.partial(fusion, kind=kind), (states,), error, f"LayerFusion: .*{words}")
-        for kind in FUSIONS
-        for states, error, words in (
-            ([Z, Z, "z"], TypeError, r"states\[2\] must be a tensor, got str"),
-            ([Z, Z, torch.zeros(5, 7)], ValueError, r"states\[0\]'s shape \(5, 6\), got \(5, 7\)"),
-            ([Z, Z, Z.double()], ValueError, "dtype torch.float32, got torch.float64"),
-            ([torch.zeros(5, 7)] * 3, ValueError, r"states\[0\] must be \(\.\.\., 6\), got"),
-        )
-    ),
-    (transparent, ([torch.zeros(1, 4)] * 3, torch.zeros(1, 4)), ValueError, "expected 4 states"),
-    (transparent, (None, torch.zeros(1, 4)), TypeError, "states must be a list of tensors"),
-    (transparent, ([torch.zeros(1, 5)] * 4, torch.zeros(1, 5)), ValueError,
-     r"output must be \(T, 4\), got \(1, 5\)"),
+    *((m, {"x": X, "key_padding_mask": RIGHT}) for m in ENCODERS),
+    *((m, CROSSED) for m in DECODERS),
+    (encoder.forward_packed, {"x": T, "packing": PACKING}),
+    (decoder.forward_packed,
+     {"x": T, "packing": PACKING, "encoded": T, "encoded_packing": PACKING}),
+    (decoder.start, {"encoded": T, "encoded_packing": PACKING}),
+    (decoder.step, {"x": T[:2], "cache": decoder.start(T, PACKING)}),
+    (TransformerEncoder(2, 8, 2, 16, connection="residual"), {"x": X}),
+    *((LayerFusion(3, 6, kind), {"states": [Z, Z, Z]}) for kind in FUSIONS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("calls", "args", "error", "words"), CALLS)
-def test_calls(calls, args, error, words):
-    for call in calls if isinstance(calls, tuple) else (calls,):
-        with pytest.raises(error, match=words):
-            call(*args)
-        if "like the weights" in words and "float64" in words:
-            with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="float64"):
-                call(*args)
+def wrong_values(value):
+    """Of another type, shape, dtype and device."""
+    if isinstance(value, list):
+        return [None, value[:-1], [*value[:-1], "z"], *([*value[:-1], w] for w in (
+            value[0][..., :-1], value[0].double(), value[0].to("meta")))]  # fmt: skip
+    if not isinstance(value, torch.Tensor):
+        return [5]
+    if value.dtype == torch.bool:
+        return [[[0]], value[:1], value.float()]
+    return [[1.0], value[..., :-1], value[0], value.double(), value.to("meta")]
+
+
+@pytest.mark.parametrize(
+    ("call", "right", "argument", "number"),
+    [
+        (call, right, argument, number)
+        for call, right in CALLS
+        for argument, value in right.items()
+        for number in range(len(wrong_values(value)))
+    ],
+)
+def test_an_argument_of_a_call(call, right, argument, number):
+    """Errors begin with the module, or the op that a device does not fit, and name the argument."""
+    module = getattr(call, "__self__", call)
+    function = call if module is not call else call.forward
+    names = {re.sub("_[A-Z]+$", "", name): name for name in inspect.signature(function).parameters}
+    right = {names[name]: value for name, value in right.items()}
+    call(**right)
+    wrong = right | {names[argument]: wrong_values(right[names[argument]])[number]}
+    name = argument.replace("encoded_packing", "packing")
+    words = rf"^({type(module).__name__}|MultiheadAttention): .*{name}|^\w+: .* must be on \w+, got"
+    for autocast in (False, True):
+        context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+        with context, pytest.raises((TypeError, ValueError), match=words):
+            call(**wrong)
+
+
+SPECIAL = [
+    (decoder, (X, ENCODED[:1]), "encoded must have x's batch size 2, got 1"),
+    (decoder, (X, ENCODED, RIGHT.flip(1)), "padding of x must be on the right.*sentence 1"),
+    (DECODERS[1], (X, ENCODED, RIGHT.roll(1, 1)), "must be on the right.*sentence 1"),
+    (decoder.forward_packed, (T, PACKING, [T] * 2, PACKING),
+     "one encoder output for each of 1 layers, got 2"),
+    (Packing.of, (4, 4, torch.zeros(16).bool()), r"key_padding_mask must be bool \(4, 4\), got"),
+    (LatentDepth(5, 3), (3,), "language must be an integer from 0 to 2, got 3"),
+    # A bool would index the whole table.
+    (LatentDepth(5, 3), (True,), "language must be an integer from 0 to 2, got Tr"),
+    (LatentDepth(5).set_step, (-5,), "step must be an integer of at least 0, got"),
+    (fusion, ([Z] * 3, torch.zeros(3, 6)), "only if own_embedding=False .*got one"),
+    (MultiheadAttention(8, 2), (T.double(), PACKING), "x must be torch.float32 like the weights"),
+    (MultiheadAttention(8, 2), (T.to("meta"), PACKING), "x must be on cpu like the weights"),
+    (without, ([Z] * 3,), "if and only if own_embedding=False .*got none"),
+    (without, ([Z] * 3, Z[:2]), r"\(at least 3, 6\), got \(2, 6\)"),
+    (without, ([Z] * 3, [1]), "layer_embedding must be a tensor, got list"),
+    (transparent, ([ROWS] * 3, ROWS), "expected 4 states"),
+    (transparent, (None, ROWS), "states must be a list of tensors"),
+    (transparent, ([ROWS[:, :3]] * 4, ROWS[:, :3]), r"output must be \(T, 4\), got \(2, 3\)"),
+    (functools.partial(LayerFusion(3, 6, "average"), return_attention=True), ([Z] * 3,),
+     "'average' has no attention"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "args", "words"), SPECIAL)
+def test_calls_that_do_not_go_together(call, args, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(*args)
 
 
 def test_padding_on_the_right_and_of_whole_sentences_is_taken():
