@@ -70,7 +70,7 @@ def assert_is_the_equation(stack, lead, block, out_norm=None, tolerance=1e-9, **
 
 
 @pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     norm=st.sampled_from(NORMS), weight=st.sampled_from(WEIGHTS), reads=st.integers(1, 3),
     frozen=st.sampled_from([(), (), (0,), (1,), (0, 2), (0, 1, 2)]),

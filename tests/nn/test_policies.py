@@ -3,7 +3,6 @@ bytes they keep, the products they recompute, and no leaks."""
 
 import gc
 from collections import Counter
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -231,11 +230,10 @@ def test_a_retained_graph(policy):
 
 
 def kept(connection, policy, layers, norm, reads=None):
-    """Bytes alive after forward, and at the highest in the whole step, without gradients' own."""
+    """Bytes alive after forward, in states (T, D), without gradients' own."""
     module = stack(policy, layers=layers, connection=connection, norm=norm, reads=reads)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
-    tokens = 16 * LENGTH
     x = torch.randn(16, LENGTH, DIM)
     # Tensors that are made once, such as masks, exist before.
     module(x)
@@ -245,7 +243,7 @@ def kept(connection, policy, layers, norm, reads=None):
         y.sum().backward()
         del y
     assert live.current <= 0
-    return forward / (4 * tokens * DIM), live.peak / (4 * tokens * DIM)
+    return forward / (4 * 16 * LENGTH * DIM)
 
 
 # Connection, norm, reads of a layer, and in states (T, D) what it keeps, under "none" without h.
@@ -254,17 +252,10 @@ WIDTHS = [
     ("dlcl", "pre", 1, {"none": 7, "ffn": 7, "layer": 2, "layer+input": 1}),
     ("residual", "pre", 1, {"none": 6, "ffn": 6, "layer": 1}),
     ("dlcl", "post", 1, {"none": 8, "ffn": 8, "layer": 2, "layer+input": 1}),
-    ("residual", "post", 1, {"none": 7, "ffn": 7, "layer": 1}),
     # A state for each read; where each sublayer reads, neither n nor s.
-    *(
-        case
-        for name in ATTENTION_RESIDUALS
-        for case in (
-            (name, "pre", 1, {"none": 7, "ffn": 7, "layer": 2, "layer+input": 1}),
-            (name, "pre", 2, {"none": 6, "ffn": 6, "layer": 2, "layer+input": 2}),
-        )
-    ),
-]  # fmt: skip
+    ("attnres", "pre", 1, {"none": 7, "ffn": 7, "layer": 2, "layer+input": 1}),
+    ("block_attnres", "pre", 2, {"none": 6, "ffn": 6, "layer": 2, "layer+input": 2}),
+]
 
 
 @pytest.mark.parametrize(("connection", "norm", "reads", "widths"), WIDTHS)
@@ -275,20 +266,9 @@ def test_bytes_of_a_layer(connection, norm, reads, widths):
     statistics = 6 * reads / DIM if attends else 0
     for policy, width in widths.items():
         width += FFN / DIM if policy == "none" else 0
-        few, more = (
-            kept(connection, policy, n, norm, reads if attends else None)[0] for n in (2, 6)
-        )
+        few, more = (kept(connection, policy, n, norm, reads if attends else None) for n in (2, 6))
         more_than = (more - few) / 4 - statistics - width
         assert -0.01 <= more_than < (0.7 if attends else 0.9), policy
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_grows_with_the_square_of_the_depth(policy):
-    depths = (4, 8, 12)
-    peaks = [kept("dlcl", policy, depth, "pre")[1] for depth in depths]
-    first, second = (b - a for a, b in pairwise(peaks))
-    # Statistics and the weights, (L + 1)^2 numbers, are far below one state.
-    assert 0 < second <= 1.05 * first + 2
 
 
 @pytest.mark.parametrize("policy", OTHERS)
