@@ -32,8 +32,9 @@ class Net(Stack):
         one function for the stack; options of `checkpoint`.
     """
 
-    def __init__(self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, p=0.0,
-                 **more):  # fmt: skip
+    def __init__(
+        self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, p=0.0, **more
+    ):
         super().__init__(name, LAYERS, DIM)
         self.matrices = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(LAYERS))
         del self.scales
@@ -118,11 +119,14 @@ FROZEN = [None, "embedding", "connection", "two layers too", "a layer detaches i
 @INPLACE
 @settings(max_examples=25)
 @given(
-    push=st.sampled_from(["first", "last"]), form=st.sampled_from(FORMS),
+    push=st.sampled_from(["first", "last"]),
+    form=st.sampled_from(FORMS),
     order=st.sampled_from(["together", (0, 1), (1, 0)]),
-    frozen=st.sampled_from(FROZEN), matrices=st.booleans(), which=st.sampled_from([-1, 0, 1, -3]),
+    frozen=st.sampled_from(FROZEN),
+    matrices=st.booleans(),
+    which=st.sampled_from([-1, 0, 1, -3]),
     chained=st.booleans(),
-)  # fmt: skip
+)
 def test_two_passes_at_once(name, inplace, push, form, order, frozen, matrices, which, chained):
     """From the output or what a layer returns, to all that learns or to the matrices alone, and the
     output of one pass may feed the next. Boundaries without a gradient to give are not in the
@@ -198,9 +202,10 @@ def test_a_wrong_index_is_an_error(inplace, push, lie):
 @INPLACE
 @settings(max_examples=10)
 @given(
-    push=st.sampled_from(["first", "last"]), checkpointed=st.booleans(),
+    push=st.sampled_from(["first", "last"]),
+    checkpointed=st.booleans(),
     before=st.sampled_from(["whole", (6, 3), (5, 0), (3, 1), "exception"]),
-)  # fmt: skip
+)
 def test_a_second_backward(name, inplace, push, before, checkpointed):
     """After a whole one, a part, or one that failed half-way."""
     torch.manual_seed(0)

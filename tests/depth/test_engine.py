@@ -69,42 +69,50 @@ def assert_is_the_equation(stack, lead, block, out_norm=None, tolerance=1e-9, **
     assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
+PUSHES = st.fixed_dictionaries(
+    {
+        "dropout_p": st.sampled_from([0.0, 0.3]),
+        "residual": st.booleans(),
+        "out_norm": st.sampled_from(OUT_NORMS),
+        "return_x": st.booleans(),
+        "strided": st.booleans(),
+    }
+)
+
+
 @pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
 @settings(max_examples=8)
 @given(
-    norm=st.sampled_from(NORMS), weight=st.sampled_from(WEIGHTS), reads=st.integers(1, 3),
+    kind=st.tuples(st.sampled_from(NORMS), st.sampled_from(WEIGHTS), st.integers(1, 3)),
     frozen=st.sampled_from([(), (), (0,), (1,), (0, 2), (0, 1, 2)]),
-    layers=st.integers(1, 22), dim=st.integers(2, 70),
+    size=st.tuples(st.integers(1, 22), st.integers(2, 70)),
     lead=st.sampled_from([(1,), (3,), (9,), (), (2, 3), (2, 1, 3), (0,), (2, 0)]),
-    block=st.sampled_from([None, 1, 2, 3, 4, 8, 1000]), dropout_p=st.sampled_from([0.0, 0.3]),
-    residual=st.booleans(), out_norm=st.sampled_from(OUT_NORMS), return_x=st.booleans(),
-    strided=st.booleans(),
-)  # fmt: skip
-def test_is_the_equation(
-    ran, backend, name, options, norm, weight, reads, frozen, layers, dim, lead, block, out_norm,
-    return_x, **push,
-):  # fmt: skip
+    block=st.sampled_from([None, 1, 2, 3, 4, 8, 1000]),
+    push=PUSHES,
+)
+def test_is_the_equation(ran, backend, name, options, kind, frozen, size, lead, block, push):
     torch.manual_seed(0)
+    (norm, weight, reads), (layers, dim) = kind, size
     if name == "dlcl":
-        options, reads = form(norm, weight, dim) | options, 1
+        options = form(norm, weight, dim) | options
     else:
         options, norm = options | {"reads": reads}, None
+        layers = math.ceil(layers / reads)
     # A post-norm row has its own norm. The embedding alone may have another, and all rows do not.
-    out_norm = None if norm and norm.startswith("post") else out_norm
-    layers = math.ceil(layers / reads)
+    out_norm = None if norm and norm.startswith("post") else push["out_norm"]
+    push |= {"out_norm": out_norm, "return_x": push["return_x"] or out_norm is None}
     stack = Stack(name, layers, dim, backend=backend, eps=1e-3, **options).double()
     for i, p in enumerate(stack.depth.parameters()):
         p.requires_grad_(p.requires_grad and i not in frozen)
-    push |= {"out_norm": out_norm, "return_x": return_x or out_norm is None}
     with ran(stack.depth.pass_kind.op, backend):
         assert_is_the_equation(stack, lead, block, **push)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "dim", "tokens"),
-    [("dlcl", 100, 512, 3), ("post-norm", 33, 255, 70), ("dlcl", 3, 1, 3),
-     ("attnres", 20, 600, 11), ("relu", 20, 600, 11)],
-)  # fmt: skip
+LARGE = [("dlcl", 100, 512, 3), ("post-norm", 33, 255, 70), ("dlcl", 3, 1, 3)]
+LARGE += [("attnres", 20, 600, 11), ("relu", 20, 600, 11)]
+
+
+@pytest.mark.parametrize(("name", "layers", "dim", "tokens"), LARGE)
 def test_is_the_equation_in_large_stacks(backend, name, layers, dim, tokens):
     """More states than a cache holds, and tokens in several chunks."""
     stack = Stack(name, layers, dim, backend=backend).double()
@@ -116,15 +124,12 @@ def test_is_the_equation_in_large_stacks(backend, name, layers, dim, tokens):
 def test_the_specification_of_dlcl(norm, weight):
     for options in (options for name, options in FORMS if name == "dlcl"):
         m, states = Stack("dlcl", 7, 17, **form(norm, weight, 17) | options).depth.double(), []
-        plain = PlainHistory(m)
+        names = ("norm", "norm_weight", "norm_bias", "normalize_embedding", "eps")
+        plain, given = PlainHistory(m), {name: getattr(m, name) for name in names}
         for row in range(8):
             y = torch.randn(3, 17, dtype=torch.float64)
             states.append(y)
-            x = specification(
-                states, row, m.effective_weight(), norm=m.norm, norm_weight=m.norm_weight,
-                norm_bias=m.norm_bias, normalize_embedding=m.normalize_embedding, eps=m.eps,
-                rms=m.norm_type == "rms",
-            )  # fmt: skip
+            x = specification(states, row, m.effective_weight(), rms=m.norm_type == "rms", **given)
             assert_close(x, plain.push(y), rtol=1e-12, atol=1e-12)
 
 
@@ -142,13 +147,12 @@ SIZES = [
 BLOCKS = [3, 1, 8, 4]
 # Each form of DLCL in each dtype. The size and the block change from one case to the next. Kernels
 # take many tokens in chunks, each with its own partial sums.
+DTYPES = {torch.float32: None, torch.bfloat16: (13, 65, 40), torch.float16: (5, 37, 333)}
 ACCURACY = [
     (dtype, norm, weight, sizes or SIZES[5 * i % 7], BLOCKS[i % 4])
-    for dtype, sizes in (
-        (torch.float32, None), (torch.bfloat16, (13, 65, 40)), (torch.float16, (5, 37, 333)),
-    )
+    for dtype, sizes in DTYPES.items()
     for i, (norm, weight) in enumerate((n, w) for n in NORMS for w in WEIGHTS)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("dtype", "norm", "weight", "sizes", "block"), ACCURACY, ids=str)

@@ -35,10 +35,11 @@ from tests.depth.stack import (
 @given(
     rows=st.sets(st.integers(0, LAYERS), min_size=1, max_size=3),
     of=st.one_of(st.sampled_from(["weights", "all", "all"]), st.integers(0, LAYERS)),
-    top=st.sampled_from([LAYERS, LAYERS, 5]), whole_first=st.booleans(),
+    top=st.sampled_from([LAYERS, LAYERS, 5]),
+    whole_first=st.booleans(),
     few=st.one_of(st.just(set()), st.sets(st.integers(0, LAYERS - 1))),
     do=st.sampled_from(["learn constants", "are constants", "are skipped"]),
-)  # fmt: skip
+)
 def test_a_part_of_a_gradient(backend, name, inplace, rows, of, top, whole_first, few, do):
     """A loss on some rows of a stack that may be left before its top. Its gradient is taken of the
     weights, of a row, or of all leaves. Rows that a second backward never reaches must give it

@@ -8,12 +8,11 @@ from deepfast.nn import LayerNorm, Packing, RMSNorm, TransformerEncoder
 KINDS = [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs", "options"),
-    [*((*kind, options) for kind in KINDS for options in ({}, {"elementwise_affine": False})),
-     (*KINDS[0], {"bias": False})],
-    ids=str,
-)  # fmt: skip
+MODULES = [(*kind, options) for kind in KINDS for options in ({}, {"elementwise_affine": False})]
+MODULES += [(*KINDS[0], {"bias": False})]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "options"), MODULES, ids=str)
 def test_equals_pytorchs_module(backend, ran, kind, theirs, options):
     ours, theirs = kind(9, 1e-3, backend=backend, **options), theirs(9, 1e-3, **options)
     with torch.no_grad():

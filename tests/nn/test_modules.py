@@ -132,8 +132,8 @@ def test_reset_leaves_parameters_alone_that_a_guard_protects(monkeypatch, name, 
 
         return run
 
-    for function in ("constant_", "ones_", "zeros_", "uniform_", "normal_", "xavier_uniform_",
-                     "kaiming_uniform_"):  # fmt: skip
+    names = "constant_", "ones_", "zeros_", "uniform_", "normal_", "xavier_uniform_"
+    for function in (*names, "kaiming_uniform_"):
         monkeypatch.setattr(torch.nn.init, function, guarded(getattr(torch.nn.init, function)))
     reset(m)
     assert all((p == 7.0).all() for p in m.parameters())

@@ -119,8 +119,8 @@ CALLS = [
 def wrong_values(value):
     """Of another type, shape, dtype and device."""
     if isinstance(value, list):
-        return [None, value[:-1], [*value[:-1], "z"], *([*value[:-1], w] for w in (
-            value[0][..., :-1], value[0].double(), value[0].to("meta")))]  # fmt: skip
+        others = "z", value[0][..., :-1], value[0].double(), value[0].to("meta")
+        return [None, value[:-1], *([*value[:-1], other] for other in others)]
     if not isinstance(value, torch.Tensor):
         return [5]
     if value.dtype == torch.bool:
@@ -205,7 +205,7 @@ def test_transforms_of_torch_func():
         return DLCL(1, 8)(x, DepthHistory())
 
     grad, jacrev, vmap = torch.func.grad, torch.func.jacrev, torch.func.vmap
-    for run in (vmap(push), grad(lambda x: push(x).sum()), jacrev(push),
-                vmap(grad(lambda x: push(x).sum()))):  # fmt: skip
+    grad_in_vmap = vmap(grad(lambda x: push(x).sum()))
+    for run in (vmap(push), grad(lambda x: push(x).sum()), jacrev(push), grad_in_vmap):
         with pytest.raises(NotImplementedError, match="DLCL: expected no transforms, got one"):
             run(x)
