@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepfast import availability, backend, build
-from tests.depth import test_boundary, test_dlcl
+from tests.depth import test_engine
 from tests.ops import (
     test_activation,
     test_attention,
@@ -79,9 +79,8 @@ COMPACT = [
     test_activation.test_gelu_on_a_cpu_is_exact_to_a_few_units,
     test_attention.test_agrees,
     test_depth_mix.test_agrees_on_every_16_bit_value,
-    test_boundary.test_equals_plain_torch,
-    test_dlcl.test_agrees_in_16_bits,
-    test_dlcl.test_agrees_with_options,
+    test_engine.test_is_the_equation,
+    test_engine.test_is_accurate,
 ]
 
 

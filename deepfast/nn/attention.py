@@ -56,6 +56,7 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         checks.whole("MultiheadAttention", dim=dim, num_heads=num_heads)
         checks.probability("MultiheadAttention", dropout, argument="dropout")
+        checks.flag("MultiheadAttention", cross=cross)
         if dim % num_heads:
             raise ValueError(
                 f"MultiheadAttention: num_heads must divide dim {dim}, got {num_heads}"

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepfast import ops
+from deepfast.depth.connection import part
 from deepfast.nn.layer_norm import Norm, add_norm, plain_norm
 from deepfast.nn.linear import Gate, gated, gated_parameters, plain
 from deepfast.nn.recompute import not_saved, rerun
@@ -36,9 +37,10 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        halves = self.up.weight.chunk(2) if self.activation == "swiglu" else [self.up.weight]
-        for weight in (*halves, self.down.weight):
-            nn.init.xavier_uniform_(weight)
+        channels = self.down.in_features
+        for start in range(0, self.up.out_features, channels):
+            nn.init.xavier_uniform_(part(self.up.weight, slice(start, start + channels)))
+        nn.init.xavier_uniform_(self.down.weight)
         for linear in (self.up, self.down):
             nn.init.zeros_(linear.bias)
 

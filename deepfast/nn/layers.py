@@ -66,6 +66,7 @@ class _Layer(nn.Module):
         checks.choice(name, POLICIES, recompute=recompute)
         checks.choice(name, ACTIVATIONS, activation=activation)
         checks.whole(name, dim=dim, num_heads=num_heads, ffn_dim=ffn_dim)
+        checks.flag(name, first_norm=first_norm, later_norms=later_norms)
         rates = {"dropout": dropout, "attention_dropout": attention_dropout}
         for argument, p in (rates | {"activation_dropout": activation_dropout}).items():
             checks.probability(name, p, argument=argument)

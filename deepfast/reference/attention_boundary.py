@@ -7,10 +7,15 @@ from deepfast.reference.dropout import dropout
 from deepfast.reference.rows import load, put
 
 
+def _dot(n, q):
+    """``n . q`` (T,). Not a matrix product, which autocast would compute in half precision."""
+    return (n * q).sum(-1)
+
+
 def _score(a, j, row):
     """The score (T,) of state j for ``row``."""
     n = load(a.states[j]) * a.source_rstd[j].unsqueeze(-1)
-    return n @ a.query[row] + (0 if a.bias is None else a.bias[row, j])
+    return _dot(n, a.query[row]) + (0 if a.bias is None else a.bias[row, j])
 
 
 def _join(x, stats, v, score, kind):
@@ -59,7 +64,7 @@ def _pull_attention(a, j, v, g, row):
     """The part of dz of state j, v, that ``row`` with gradient g adds. Adds to ``dquery`` and sets
     ``dbias``."""
     r, q = a.source_rstd[j], a.query[row]
-    score = (v * r.unsqueeze(-1)) @ q + (0 if a.bias is None else a.bias[row, j])
+    score = _dot(v * r.unsqueeze(-1), q) + (0 if a.bias is None else a.bias[row, j])
     slope = (g * v).sum(-1)
     if a.kind == "relu":
         p, ds = score.relu(), slope * (score > 0)
@@ -72,7 +77,7 @@ def _pull_attention(a, j, v, g, row):
         a.dquery[row] += (ds.unsqueeze(-1) * n).sum(0)
     if a.dbias is not None:
         a.dbias[row, j] = ds.sum()
-    return p.unsqueeze(-1) * g + ds_r * (q - n * ((n @ q) / v.shape[-1]).unsqueeze(-1))
+    return p.unsqueeze(-1) * g + ds_r * (q - n * (_dot(n, q) / v.shape[-1]).unsqueeze(-1))
 
 
 def attend_pull(a):

@@ -3,17 +3,17 @@ its own pass, or refused."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepfast.nn import DLCL, DepthHistory
-from tests.depth.stack import CONNECTIONS, EACH, INPLACE, Stack, assert_equal, history, leaf
+from tests.depth.stack import EACH, INPLACE, Stack, history, leaf
 from tests.specifications.connections import PlainHistory
 
 LAYERS, DIM, TOKENS = 6, 5, 4
 PUSH = pytest.mark.parametrize("push", ["first", "last"])
-ORDERS = pytest.mark.parametrize("order", ["together", (0, 1), (1, 0)], ids=str)
-WAYS = pytest.mark.parametrize("way", [{}, {"shared": True}, {"checkpointed": False}], ids=str)
 ANOTHER = "another forward pass"
 
 
@@ -27,23 +27,28 @@ class Net(Stack):
     push: whether a checkpointed function begins with a push or ends with one.
     group: layers in a checkpointed function.
     shared: functions refer to ``self.history``, which the next forward pass replaces: a mistake.
-    more: checkpointed, False calls the functions alone; p, dropout before each push; nested, a
-        function in a function; options of `checkpoint`.
+    p: of dropout before each push and behind each layer.
+    more: checkpointed, False calls the functions alone; nested, a function in a function; whole,
+        one function for the stack; options of `checkpoint`.
     """
 
-    def __init__(self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, **more):
+    def __init__(
+        self, push="first", name="dlcl", *, inplace=True, group=1, shared=False, p=0.0, **more
+    ):
         super().__init__(name, LAYERS, DIM)
         self.matrices = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(LAYERS))
         del self.scales
         self.double()
         self.first, self.inplace, self.group, self.shared = push == "first", inplace, group, shared
-        self.p, self.nested = more.pop("p", 0.0), more.pop("nested", False)
-        if not more.pop("checkpointed", True):
+        self.p, self.nested, self.whole = p, more.pop("nested", False), more.pop("whole", False)
+        self.detached = None
+        if self.whole or not more.pop("checkpointed", True):
             self.wrap = call
         self.run = more
 
     def layer(self, k, x):
-        return torch.sin(torch.tanh(x @ self.matrices[k]))
+        x = x.detach() if k == self.detached else x
+        return nn.functional.dropout(torch.sin(torch.tanh(x @ self.matrices[k])), self.p)
 
     def index(self, k):
         return k
@@ -55,6 +60,11 @@ class Net(Stack):
 
     def forward(self, y, history=None):
         """[y_0, what each function returns, the output]; in plain torch without checkpoints."""
+        if self.whole and history is None:
+            return [checkpoint(lambda y: self.functions(y, None)[-1], y, use_reentrant=False)]
+        return self.functions(y, history)
+
+    def functions(self, y, history):
         own = history or DepthHistory(inplace=self.inplace, block=2)
         self.history = own
         wrap = call if isinstance(own, PlainHistory) else self.wrap
@@ -88,149 +98,117 @@ def assert_right(got, want):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-def gradients(forward, ys, order, leaves, which=-1):
+def gradients(forward, ys, order, leaves, which=-1, chained=False):
     """Gradients from output ``which`` of each pass: of one sum, or of one pass after the other."""
-    outs = [forward(y)[which] for y in ys]
+    outs = [forward(ys[0])[which]]
+    outs.append(forward(outs[0] if chained else ys[1])[which])
     losses = [(i + 1) * out.square().sum() for i, out in enumerate(outs)]
     losses = [sum(losses)] if order == "together" else [losses[i] for i in order]
     parts = [torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in losses]
     return [sum(grads) for grads in zip(*parts, strict=True)]
 
 
-def check(net, ys, order, leaves, which=-1):
-    """The gradients, or the error where the history is that of another pass."""
-    want = gradients(net.in_plain, ys, order, leaves, which)
-    if net.shared and which:
-        with pytest.raises(RuntimeError, match=ANOTHER):
-            gradients(net, ys, order, leaves, which)
-    else:
-        assert_right(gradients(net, ys, order, leaves, which), want)
-
-
 FORMS = [
-    ("first", {}),
-    ("last", {}),
-    ("first", {"group": 4}),
-    ("last", {"group": 4}),
-    ("first", {"nested": True}),
-    ("last", {"nested": True}),
-    ("first", {"determinism_check": "none"}),
-    ("last", {"early_stop": False}),
-]
+    {}, {"group": 4}, {"nested": True}, {"determinism_check": "none"}, {"early_stop": False},
+    {"checkpointed": False}, {"whole": True},
+]  # fmt: skip
+FROZEN = [None, "embedding", "connection", "two layers too", "a layer detaches its input"]
 
 
 @EACH
 @INPLACE
-@ORDERS
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("part", ["all", "matrices"])
-@pytest.mark.parametrize(("push", "form"), FORMS, ids=str)
-def test_two_passes_at_once(name, inplace, push, order, part, form, shared):
-    """With the history of the other pass the gradients would be wrong by 7% to 80%."""
-    net = Net(push, name, inplace=inplace, shared=shared, **form)
-    ys = [embedding(), embedding()]
-    check(net, ys, order, [*ys, *net.parameters()] if part == "all" else [*net.matrices])
-
-
-@INPLACE
-@PUSH
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("which", [0, 1, 4, LAYERS])
-def test_a_loss_on_what_one_layer_returns(inplace, push, shared, which):
-    """The boundaries above it are not part of backward."""
-    net, ys = Net(push, inplace=inplace, shared=shared), [embedding(), embedding()]
-    check(net, ys, "together", [*ys, *net.parameters()], which)
-
-
-@EACH
-@INPLACE
-@PUSH
-@ORDERS
-@WAYS
-@pytest.mark.parametrize(
-    "frozen", ["embedding", "connection", "two layers too", "a layer detaches its input"]
+@settings(max_examples=25)
+@given(
+    push=st.sampled_from(["first", "last"]),
+    form=st.sampled_from(FORMS),
+    order=st.sampled_from(["together", (0, 1), (1, 0)]),
+    frozen=st.sampled_from(FROZEN),
+    matrices=st.booleans(),
+    which=st.sampled_from([-1, 0, 1, -3]),
+    chained=st.booleans(),
 )
-def test_nodes_that_lead_to_no_boundary(name, inplace, push, frozen, way, order):
-    """Boundaries without a gradient to give are not in the graph, and a layer may cut it."""
-    net, ys = Net(push, name, inplace=inplace, **way), [embedding(), embedding()]
-    if frozen == "a layer detaches its input":
-        layer = net.layer
-        net.layer = lambda k, x: layer(k, x.detach() if k == 3 else x)
-    else:
-        net.depth.requires_grad_(frozen == "embedding")
-        net.matrices[: 2 if frozen == "two layers too" else 0].requires_grad_(False)
-        ys = [y.detach() for y in ys]
-    check(net, ys, order, [p for p in (*ys, *net.parameters()) if p.requires_grad])
+def test_two_passes_at_once(name, inplace, push, form, order, frozen, matrices, which, chained):
+    """From the output or what a layer returns, to all that learns or to the matrices alone, and the
+    output of one pass may feed the next. Boundaries without a gradient to give are not in the
+    graph, and a layer may cut it."""
+    torch.manual_seed(0)
+    net = Net(push, name, inplace=inplace, **form)
+    ys = [embedding(), embedding()]
+    net.depth.requires_grad_(frozen in (None, "embedding", FROZEN[-1]))
+    net.matrices[: 2 if frozen == "two layers too" else 0].requires_grad_(False)
+    net.detached = 3 if frozen == FROZEN[-1] else None
+    ys = ys if frozen in (None, FROZEN[-1]) else [y.detach() for y in ys]
+    leaves = [*net.matrices] if matrices else [*ys, *net.parameters()]
+    leaves = [p for p in leaves if p.requires_grad]
+    # A whole stack in one function returns its output alone. Two backwards share the first pass.
+    which = -1 if form.get("whole") or frozen else which
+    order = "together" if chained else order
+    want = gradients(net.in_plain, ys, order, leaves, which, chained)
+    assert_right(gradients(net, ys, order, leaves, which, chained), want)
 
 
+@EACH
 @INPLACE
 @PUSH
-def test_the_newest_pass_may_use_a_shared_history(inplace, push):
-    net, ys = Net(push, inplace=inplace, shared=True), [embedding(), embedding()]
-    leaves = [ys[1], *net.parameters()]
-    want = torch.autograd.grad(net.in_plain(ys[1])[-1].square().sum(), leaves)
+def test_a_history_that_passes_share(name, inplace, push):
+    """With the history of the other pass the gradients would be wrong by 7% to 80%. The newest pass
+    may use it."""
+    net = Net(push, name, inplace=inplace, shared=True)
+    ys = [embedding(), embedding()]
+    leaves = [*ys, *net.parameters()]
+    for order, which in (("together", -1), ((0, 1), -1), ((1, 0), -1), ("together", -3)):
+        for chained in (False, True):
+            with pytest.raises(RuntimeError, match=ANOTHER):
+                gradients(net, ys, "together" if chained else order, leaves, which, chained)
+    want = torch.autograd.grad(net.in_plain(ys[1])[-1].square().sum(), leaves[1:])
     net(ys[0])
-    assert_right(torch.autograd.grad(net(ys[1])[-1].square().sum(), leaves), want)
+    assert_right(torch.autograd.grad(net(ys[1])[-1].square().sum(), leaves[1:]), want)
 
 
-@EACH
+LIES = {
+    "late": lambda k, calls: LAYERS - 1,
+    "counted": lambda k, calls: len(calls) % (LAYERS + 1),
+    "one below": lambda k, calls: max(0, k - 1),
+}
+
+
 @INPLACE
 @PUSH
-@WAYS
-def test_the_output_of_one_pass_feeds_the_next(name, inplace, push, way):
-    """The second pass's gradient flows into the first one's boundaries."""
-    net, y = Net(push, name, inplace=inplace, **way), embedding()
-    leaves = [y, *net.parameters()]
-    want = torch.autograd.grad(net.in_plain(net.in_plain(y)[-1])[-1].square().sum(), leaves)
-    loss = net(net(y)[-1])[-1].square().sum()
-    if net.shared:
-        with pytest.raises(RuntimeError, match=ANOTHER):
-            torch.autograd.grad(loss, leaves)
-    else:
-        assert_right(torch.autograd.grad(loss, leaves), want)
-
-
-@PUSH
-@pytest.mark.parametrize("lie", ["late", "counted", "one below"])
-@pytest.mark.parametrize("part", ["all", "last matrix", "matrices"])
-@INPLACE
-def test_a_wrong_index_is_an_error(inplace, push, lie, part):
+@pytest.mark.parametrize("lie", LIES)
+def test_a_wrong_index_is_an_error(inplace, push, lie):
     """Recomputation passes the index of another push."""
-    net, y, done, calls = Net(push, inplace=inplace), embedding(), [], []
+    for part in ("all", "matrices", "last matrix"):
+        net, y, done, calls = Net(push, inplace=inplace), embedding(), [], []
 
-    def index(k):
-        calls.append(k)
-        if not done:
-            return k
-        if lie == "late":
-            return LAYERS - 1
-        return len(calls) % (LAYERS + 1) if lie == "counted" else max(0, k - 1)
+        def index(k, done=done, calls=calls):
+            calls.append(k)
+            return LIES[lie](k, calls) if done else k
 
-    leaves = {
-        "all": [y, *net.parameters()],
-        "matrices": [*net.matrices],
-        "last matrix": [net.matrices[-1]],
-    }[part]
-    want = torch.autograd.grad(net.in_plain(y)[-1].square().sum(), leaves)
-    net.index = index
-    out = net(y)[-1]
-    done.append(True)
-    try:
-        got = torch.autograd.grad(out.square().sum(), leaves)
-    except RuntimeError:
-        return
-    # The last layer's index is the right one here.
-    assert (part, lie) == ("last matrix", "late")
-    assert_right(got, want)
+        leaves = {"all": [y, *net.parameters()], "matrices": [*net.matrices]}
+        leaves = leaves.get(part, [net.matrices[-1]])
+        net.index = index
+        loss = net(y)[-1].square().sum()
+        done.append(True)
+        try:
+            got = torch.autograd.grad(loss, leaves)
+        except RuntimeError:
+            continue
+        # The last layer's index is the right one here.
+        assert (part, lie) == ("last matrix", "late")
+        assert_right(got, torch.autograd.grad(net.in_plain(y)[-1].square().sum(), leaves))
 
 
 @EACH
-@PUSH
 @INPLACE
-@pytest.mark.parametrize("checkpointed", [True, False])
-@pytest.mark.parametrize("before", ["whole", (6, 3), (5, 0), (3, 1), "exception"], ids=str)
+@settings(max_examples=10)
+@given(
+    push=st.sampled_from(["first", "last"]),
+    checkpointed=st.booleans(),
+    before=st.sampled_from(["whole", (6, 3), (5, 0), (3, 1), "exception"]),
+)
 def test_a_second_backward(name, inplace, push, before, checkpointed):
     """After a whole one, a part, or one that failed half-way."""
+    torch.manual_seed(0)
     net, y = Net(push, name, inplace=inplace, checkpointed=checkpointed), embedding()
     leaves = [y, *net.parameters()]
     plain, outs = net.in_plain(y), net(y)
@@ -259,35 +237,18 @@ def test_a_second_backward(name, inplace, push, before, checkpointed):
 @EACH
 @INPLACE
 @PUSH
-def test_a_whole_stack_in_one_checkpoint(name, inplace, push):
-    net, ys = Net(push, name, inplace=inplace), [embedding(), embedding()]
-    net.wrap = call
-    leaves = [*ys, *net.parameters()]
-
-    def whole(y):
-        return [checkpoint(lambda y: net(y)[-1], y, use_reentrant=False)]
-
-    want = gradients(net.in_plain, ys, "together", leaves)
-    assert_right(gradients(whole, ys, "together", leaves), want)
-
-
-@EACH
-@INPLACE
-@PUSH
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_recomputed_bits(name, inplace, push, p):
     """Dropout at the boundary and in the layer too."""
     net, y = Net(push, name, inplace=inplace, p=p), embedding()
-    layer, leaves = net.layer, [y, *net.parameters()]
-    net.layer = lambda k, x: nn.functional.dropout(layer(k, x), p)
 
     def run():
         torch.manual_seed(5)
         out = net(y)[-1]
-        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+        return [out, *torch.autograd.grad(out.square().sum(), [y, *net.parameters()])]
 
     again, net.wrap = run(), call
-    assert_equal(again, run())
+    assert all(map(torch.equal, again, run()))
 
 
 def test_a_recomputation_that_would_push_a_new_state():
@@ -329,9 +290,11 @@ def test_checkpointing_keeps_one_state_per_layer(meter):
     assert left(True) < left(False) * 0.8
 
 
-@pytest.mark.parametrize("name", CONNECTIONS)
-def test_reentrant_checkpointing_of_the_layer_alone(backend, name):
-    """The boundary stays outside; a nested backward pass inside a layer does not disturb it."""
+@EACH
+def test_reentrant_checkpointing(backend, name):
+    """Of the layer alone: the boundary stays outside, and a nested backward pass inside a layer
+    does not disturb it. Around a push it is an error: the graph would contain the repeated push and
+    give wrong gradients. So is a function without an index."""
     stack, y = Stack(name, backend=backend), leaf()
     leaves, plain, found = (y, *stack.depth.parameters()), stack.layer, []
     for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=True)):
@@ -340,24 +303,13 @@ def test_reentrant_checkpointing_of_the_layer_alone(backend, name):
             q.grad = None
         stack(y, history()).square().sum().backward()
         found.append([q.grad for q in leaves])
-    assert_equal(*found)
-
-
-def test_reentrant_checkpointing_around_a_push_is_an_error(backend):
-    """The graph would contain the repeated push and give wrong gradients."""
-    dlcl = DLCL(1, DIM, norm=None, learnable=False, backend=backend)
-    h, y = history(), leaf(TOKENS, DIM)
-    y = checkpoint(lambda y: torch.tanh(dlcl(y, h, index=0)), y, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        dlcl(y, h, index=1).sum().backward()
-
-
-@EACH
-def test_checkpointing_without_an_index_is_an_error(backend, name):
-    stack, y, h = Stack(name, backend=backend), leaf(), history()
-    for k in range(3):
-        f = lambda y, k=k: stack.layer(k, stack.push(y, h))  # noqa: E731
-        y = checkpoint(f, y, use_reentrant=False)
-    out = stack.push(y, h)
-    with pytest.raises(RuntimeError, match="pass index="):
-        out.sum().backward()
+    assert all(map(torch.equal, *found))
+    for reentrant, index, words in ((True, 0, "use_reentrant=False"), (False, None, "pass index=")):
+        h = history()
+        x = checkpoint(
+            lambda y, h=h, i=index: torch.tanh(stack.push(y, h, index=i)),
+            y,
+            use_reentrant=reentrant,
+        )
+        with pytest.raises(RuntimeError, match=words):
+            stack.push(x, h).sum().backward()

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepfast.depth.depth_pass import Launches
 from deepfast.depth.schedule import block_cost, block_of, default_block, depth_pattern
@@ -9,28 +11,25 @@ from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, DepthHistory
 
 
-def test_default_block_is_near_the_square_root():
+def test_default_block(monkeypatch):
+    """Near the square root; on a GPU the one that moves the fewest states."""
     for rows in (16, 31, 61, 101):
         assert 0.5 <= default_block(rows) / rows**0.5 <= 1.5
     assert [default_block(rows) for rows in (1, 2, 8)] == [1, 2, 8]
-
-
-def test_a_gpus_block_moves_the_fewest_states(monkeypatch):
+    for pulled, chosen in ((8, [8, 7, 5, 7, 7]), (16, [8, 7, 5, 7, 11])):
+        assert [default_block(n, "cuda", pulled) for n in (8, 13, 25, 49, 97)] == chosen
     monkeypatch.setattr(f"{block_cost.__module__}.FAR_PASS", 0)
     for rows in (9, 25, 60):
         pattern = depth_pattern(rows, None, 1, 1)
         moved = {block: engine_moved(pattern, block=block) for block in range(2, 18)}
         same = {count - block_cost(rows, block, 64) for block, count in moved.items()}
         assert same == {7 * rows}
-    monkeypatch.undo()
-    for pulled, chosen in ((8, [8, 7, 5, 7, 7]), (16, [8, 7, 5, 7, 11])):
-        assert [default_block(n, "cuda", pulled) for n in (8, 13, 25, 49, 97)] == chosen
 
 
-def test_blocks_partition_the_rows():
-    for block in (1, 3, 8, 1000):
-        seen = sorted({block_of(block, k, 101) for k in range(101)})
-        assert [k for s, e in seen for k in range(s, e)] == list(range(101))
+@given(st.integers(1, 1000), st.integers(1, 101))
+def test_blocks_partition_the_rows(block, rows):
+    seen = sorted({block_of(block, k, rows) for k in range(rows)})
+    assert [k for s, e in seen for k in range(s, e)] == list(range(rows))
 
 
 def pairs_read(dlcl, history):

@@ -21,6 +21,7 @@ CASES = {
     "denseformer": {"connection": "denseformer", "dlcl": {"dilation": 2}},
     "denseformer, post": {"connection": "denseformer", "norm": "post"},
     "residual": {"connection": "residual"},
+    "deepnorm": {"connection": "residual", "norm": "deepnorm"},
     "residual, post, gelu": {"connection": "residual", "norm": "post", "activation": "gelu"},
     "decoder": {"decoder": True, "attention_dropout": 0.1},
     "decoder, residual": {"decoder": True, "connection": "residual", "padding": True},

@@ -1,8 +1,12 @@
-"""torch.compile of layers and stacks: one graph, the same numbers, any number of tokens."""
+"""torch.compile of passes, layers and stacks: one graph, the numbers of eager code, any length."""
+
+import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from deepfast.depth.depth_pass import DepthPass
 from deepfast.nn import (
@@ -13,10 +17,12 @@ from deepfast.nn import (
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    TransparentAttention,
 )
 from tests.nn.written_out import leaf, outcome, shaken
 
 DIM, HEADS, FFN = 16, 2, 24
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +42,131 @@ def assert_same(got, want):
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-4, atol=1e-5)
 
 
-class Stack(torch.nn.Module):
-    """Layers without parameters around a connection, which a compiler sees as registered ops."""
+# ---- passes of a connection ----------------------------------------------------------------------
 
-    def __init__(self, layers=3, kind=DLCL, **options):
+
+class Stack(nn.Module):
+    """Layers around a connection in float64, and the ways of its passes. p: of dropout."""
+
+    def __init__(self, kind=DLCL, layers=4, p=0.3, **options):
         super().__init__()
-        self.depth = shaken(kind(layers, DIM, **options))
+        self.p = p
+        self.connection = shaken(kind(layers, DIM, **options)).double()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers)).double()
 
-    def forward(self, x, dropout_p=0.3):
-        history = DepthHistory()
-        x = self.depth(x, history)
-        for k in range(self.depth.num_layers):
-            x = self.depth(torch.tanh(x), history, residual=x, dropout_p=dropout_p, seed=9 + k)
+    def one(self, x, upto=None):
+        history = DepthHistory(block=3)
+        x = self.connection(x, history)
+        for k, layer in enumerate(self.layers[:upto]):
+            y = torch.tanh(layer(x))
+            x = self.connection(y, history, residual=x, dropout_p=self.p, seed=9 + k)
         return x
+
+    def early(self, x):
+        """The rows above have no gradient."""
+        return self.one(x, upto=3)
+
+    def twice(self, x):
+        """A pass over the result of another."""
+        return self.one(torch.sin(self.one(x)))
+
+    def side_by_side(self, x):
+        """Two passes take turns."""
+        states, histories = [x, x.cos()], [DepthHistory(), DepthHistory()]
+        for layer in [nn.Identity(), *self.layers]:
+            each = zip(states, histories, strict=True)
+            states = [self.connection(torch.tanh(layer(s)), h) for s, h in each]
+        return states[0] + 2 * states[1]
+
+    def unread(self, x):
+        """A layer that reads nothing of its row."""
+        history = DepthHistory()
+        self.connection(x, history)
+        for layer in self.layers:
+            x = self.connection(torch.tanh(layer(x.detach())), history)
+        return x
+
+    def checkpointed(self, x):
+        """The pass runs again in backward."""
+        return checkpoint(self.one, x, use_reentrant=False)
+
+    def no_grad(self, x):
+        with torch.no_grad():
+            y = self.one(x)
+        return y + x
+
+    def autocast(self, x):
+        """States are in fp32, as in eager code."""
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.one(x @ torch.eye(DIM))
+        assert y.dtype == torch.float32
+        return y
+
+
+WAYS = ("early", "twice", "side_by_side", "unread", "checkpointed", "no_grad", "autocast")
+RESIDUALS = AttentionResiduals
+PASSES = [
+    ("checkpointed", RESIDUALS, {}),
+    *(pytest.param(way, kind, {}, marks=SLOW) for way in WAYS for kind in (DLCL, RESIDUALS)),
+    *(pytest.param("one", DLCL, options, marks=SLOW) for options in (
+        {"norm": None, "weight_type": "vector", "softmax": True, "window": 2},
+        {}, {"norm": "post", "weight_type": "group", "groups": 4}, {"norm_type": "rms"},
+        {"norm": None, "weight_type": "vector"}, {"softmax": True, "window": 2},
+        {"period": 2, "normalize_embedding": True}, {"norm": "post", "norm_type": "rms"},
+        {"norm": "post", "learnable": False, "normalize_embedding": True},
+    )),
+    *(pytest.param("one", RESIDUALS, options, marks=SLOW) for options in (
+        {}, {"block": 2}, {"score_function": "relu"},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "kind", "options"), PASSES)
+def test_a_pass_in_one_graph(way, kind, options):
+    stack = Stack(kind, **options)
+    stack = stack.float() if way == "autocast" else stack
+    run, x = getattr(stack, way), torch.randn(3, 5, DIM, dtype=stack.layers[0].weight.dtype)
+    x.requires_grad_()
+    # A graph may give zeros where nothing is read.
+    unread = {"allow_unused": True, "materialize_grads": True}
+    graph = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got, wanted = (outcome(each, x, stack, **unread) for each in (graph, run))
+    # In fp32 the boundaries round, and the compiler may order other sums.
+    tolerance = 1e-4 if way == "autocast" else 1e-11
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_graphs_of_one_code():
+    """A retained graph runs backward again; a copy of a connection has its own graph."""
+    stack, x = Stack(RESIDUALS, p=0.0), torch.randn(5, DIM).double().requires_grad_()
+    out = torch.compile(stack.one, fullgraph=True, backend="aot_eager")(x).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(out, x)[0])
+    other = shaken(copy.deepcopy(stack))
+    for each in (stack, other):
+        run = compiled(each.one, "eager")[0]
+        torch.testing.assert_close(run(x), each.one(x), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["in the loop", "behind"])
+def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
+    """Then the pass goes by registered ops through several graphs."""
+    stack, x = Stack(RESIDUALS, layers=4), torch.randn(4, DIM).double().requires_grad_()
+    if place == "in the loop":
+        stack.layers[2].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+    def run(x):
+        y = stack.one(x)
+        torch._dynamo.graph_break()
+        return y * 2
+
+    got = outcome(torch.compile(run, backend="aot_eager"), x, stack)
+    torch.testing.assert_close(got, outcome(run, x, stack), rtol=1e-11, atol=1e-11)
+
+
+# ---- layers and stacks ---------------------------------------------------------------------------
 
 
 class Padded(TransformerEncoderLayer):
@@ -59,54 +177,54 @@ class Padded(TransformerEncoderLayer):
         return super().forward(x, torch.arange(length) >= torch.tensor([[length], [2], [4]]))
 
 
-def layer(kind, **options):
-    return lambda: kind(DIM, HEADS, FFN, dropout=0.0, **options)
+RECOMPUTED = [{"recompute": name} for name in ("ffn", "layer", "layer+input")]
+ENCODER, DECODER_LAYER = TransformerEncoder, TransformerDecoderLayer
+MODULES = [
+    (Padded, {"num_kv_heads": 1, "window": (1, 2)}, "whole"),
+    *(pytest.param(*case, marks=SLOW) for case in (
+        (DECODER_LAYER, {"norm": "post"}, "whole"), (DECODER_LAYER, {}, "whole"),
+        (TransformerEncoderLayer, {"norm": "post"}, "whole"),
+        *((ENCODER, options, "whole") for options in (
+            {}, {"norm_type": "rms"}, {"norm": "post"}, {"connection": "attnres"}, *RECOMPUTED,
+        )),
+        *((ENCODER, options, "layers") for options in (
+            {"connection": "attnres", "recompute": "ffn"}, {"norm": "post"}, *RECOMPUTED,
+            *({"connection": n} for n in ("dlcl", "attnres", "block_attnres", "residual")),
+            *({"recompute": name, "dropout": 0.1} for name in ("ffn", "layer+input")),
+        )),
+    )),
+]  # fmt: skip
 
 
-MODULES = {
-    "padded encoder layer": layer(Padded, num_kv_heads=1, window=(1, 2)),
-    "post-norm decoder layer": layer(TransformerDecoderLayer, norm="post"),
-    "vector": lambda: Stack(norm=None, weight_type="vector", softmax=True, window=2),
-    "group": lambda: Stack(norm="post", weight_type="group", groups=4),
-    "attention residuals": lambda: Stack(kind=AttentionResiduals),
-}
-MORE = {
-    "post-norm encoder layer": layer(TransformerEncoderLayer, norm="post"),
-    "decoder layer": layer(TransformerDecoderLayer),
-    "encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0),
-    "rms encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm_type="rms"),
-    "post-norm encoder": lambda: TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0, norm="post"),
-    "dlcl": Stack,
-    "attention residuals in blocks": lambda: Stack(kind=AttentionResiduals, block=2),
-    "relu": lambda: Stack(kind=AttentionResiduals, score_function="relu"),
-    "rms": lambda: Stack(norm_type="rms"),
-    "vector alone": lambda: Stack(norm=None, weight_type="vector"),
-    "softmax": lambda: Stack(softmax=True, window=2),
-    "period": lambda: Stack(period=2, normalize_embedding=True),
-    "rms post": lambda: Stack(norm="post", norm_type="rms"),
-    "fixed": lambda: Stack(norm="post", learnable=False, normalize_embedding=True),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [*MODULES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
-)
-def test_a_module_is_one_graph(name):
-    module, frames = (MODULES | MORE)[name](), []
-    alone = isinstance(module, Stack)
-    run, counter = compiled(module)
+@pytest.mark.parametrize(("kind", "options", "what"), MODULES, ids=str)
+def test_a_module_is_one_graph(kind, options, what):
+    """A layer, a whole stack, or each layer by itself: then the boundaries are eager, the engine
+    runs as ever, and layers share their code and its guards, so that one compilation serves all."""
+    sizes = (*((2,) if kind is ENCODER else ()), DIM, HEADS, FFN)
+    module, plain = (
+        kind(*sizes, **{"dropout": 0.0} | options | own) for own in ({}, {"recompute": "none"})
+    )
+    plain.load_state_dict(module.state_dict())
+    dynamic = what == "layers" or "recompute" not in options
+    counter, frames = CompileCounterWithBackend("aot_eager"), []
+    for part in module.layers if what == "layers" else [module]:
+        part.compile(fullgraph=True, dynamic=dynamic, backend=counter)
     # No number of tokens is another size of the model: the compiler makes a guard of equal sizes.
-    for length in (5,) if alone else (5, 9):
+    for length in (5, 9) if dynamic else (5, 5):
         x, encoded = leaf(3, length, DIM), [leaf(3, 7, DIM)]
-        others = encoded if isinstance(module, TransformerDecoderLayer) else []
+        others = encoded if kind is DECODER_LAYER else []
         # Eager code first: it keeps masks for later calls, and the compiler guards what is kept.
-        want = outcome(module, x, module, *others)
-        assert_same(outcome(run, x, module, *others), want)
+        want, got = (outcome(m, x, m, *others) for m in (plain, module))
+        # Masks of dropout differ.
+        if "dropout" not in options:
+            assert what == "whole" or torch.equal(got[0], want[0])
+            assert_same(got, want)
         frames.append(counter.frame_count)
-    assert frames[0] == frames[-1] > 0
+    assert frames[0] == frames[1] > 0
 
 
-def test_layers_with_dropout_draw_their_own_masks():
+@pytest.mark.slow
+def test_dropout_and_transparent_attention_in_a_graph():
     """A compiled layer in training: masks differ from step to step, the seed sets them back."""
     run, _ = compiled(TransformerEncoderLayer(DIM, HEADS, FFN, dropout=0.5), "eager")
     x, packing = torch.randn(8, DIM), Packing(2, 4)
@@ -117,71 +235,12 @@ def test_layers_with_dropout_draw_their_own_masks():
 
     assert torch.equal(step(1), step(1))
     assert not torch.equal(step(1), step(2))
+    module, states = shaken(TransparentAttention(3, 2, 4, dropout=0.0)), [*torch.randn(4, 7, 4)]
+    run, _ = compiled(module)
+    torch.testing.assert_close(run(states, states[-1]), module(states, states[-1]))
 
 
-def test_a_whole_stack_under_autocast():
-    """States are in fp32, as in eager code."""
-    stack, x = Stack(2), leaf(5, DIM)
-
-    def run(x):
-        return stack(x @ torch.eye(DIM), 0.0)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = (outcome(each, x, stack) for each in (compiled(run, "eager")[0], run))
-    assert got[0].dtype == torch.float32
-    assert_same(got, want)
-
-
-STACKS = [
-    ("layers", {"connection": "attnres", "recompute": "ffn"}),
-    ("stack", {"recompute": "layer"}),
-]
-CONNECTIONS = ("dlcl", "attnres", "block_attnres", "residual")
-MORE_STACKS = [
-    *(("layers", {"connection": name}) for name in CONNECTIONS),
-    ("layers", {"norm": "post"}),
-    *(("layers", {"recompute": name, "dropout": 0.1}) for name in ("ffn", "layer+input")),
-    *(("layers", {"recompute": name}) for name in ("ffn", "layer", "layer+input")),
-    *(("stack", {"recompute": name}) for name in ("ffn", "layer+input")),
-]
-STACKS += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_STACKS]
-
-
-@pytest.mark.parametrize(("what", "options"), STACKS, ids=str)
-def test_stacks_under_memory_policies(what, options):
-    """Each layer compiled by itself, the boundaries eager: the engine runs as ever. Or the whole
-    stack. Layers share their code and its guards, so that one compilation serves all of them."""
-    options = {"dropout": 0.0} | options
-    module, plain = (
-        TransformerEncoder(2, DIM, HEADS, FFN, **options | recompute)
-        for recompute in ({}, {"recompute": "none"})
-    )
-    plain.load_state_dict(module.state_dict())
-    counter, frames = CompileCounterWithBackend("aot_eager"), []
-    for part in module.layers if what == "layers" else [module]:
-        part.compile(fullgraph=True, dynamic=what == "layers", backend=counter)
-    for length in (5, 8) if what == "layers" else (5, 5):
-        x = leaf(3, length, DIM)
-        got, want = (outcome(m, x, m) for m in (module, plain))
-        # Masks of dropout differ.
-        if not options["dropout"]:
-            assert what == "stack" or torch.equal(got[0], want[0])
-            assert_same(got, want)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[1] > 0
-
-
-def test_a_pass_half_traced_is_an_error():
-    """Traced and eager passes keep their states in different places."""
-    dlcl, x = DLCL(3, DIM), torch.randn(4, DIM)
-    push = torch.compile(lambda y, h: dlcl(y, h), backend="eager")
-    h = DepthHistory(eager=False)
-    push(x, h)
-    with pytest.raises(RuntimeError, match="began inside torch"):
-        dlcl(x, h)
-    # The other way round the push falls back to eager code, and is right.
-    h, g = DepthHistory(eager=False), DepthHistory()
-    torch.testing.assert_close(push(dlcl(x, h), h), dlcl(dlcl(x, g), g))
+# ---- pushes from inside compiled code ------------------------------------------------------------
 
 
 class Pushing(torch.nn.Module):
@@ -190,9 +249,7 @@ class Pushing(torch.nn.Module):
     def __init__(self, kind, layers, by):
         super().__init__()
         self.connection, self.by = kind(layers, DIM), by
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(DIM, DIM, bias=False) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
         self.history = None
         if by == "layers":
             for layer in self.layers:
@@ -217,9 +274,10 @@ class Pushing(torch.nn.Module):
         return x
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("kind", [DLCL, AttentionResiduals])
-@pytest.mark.parametrize("by", ["hooks", "layers", "first layer"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("by", "kind"), [("hooks", DLCL), ("layers", RESIDUALS), ("first layer", DLCL)]
+)
 def test_layers_compiled_one_by_one_may_push(kind, by):
     """A push breaks the graph: the number of graphs and their size do not grow with depth."""
     frames = []
@@ -238,10 +296,20 @@ def test_layers_compiled_one_by_one_may_push(kind, by):
     assert frames[0] == frames[1] > 0
 
 
-def test_a_full_graph_cannot_push_into_a_history_from_outside():
-    dlcl, history = DLCL(3, DIM), DepthHistory()
+def test_a_pass_half_traced_is_an_error():
+    """Traced and eager passes keep their states in different places."""
+    dlcl, x = DLCL(3, DIM), torch.randn(4, DIM)
+    push = torch.compile(lambda y, h: dlcl(y, h), backend="eager")
+    h = DepthHistory(eager=False)
+    push(x, h)
+    with pytest.raises(RuntimeError, match="began inside torch"):
+        dlcl(x, h)
+    # The other way round the push falls back to eager code, and is right.
+    h, g = DepthHistory(eager=False), DepthHistory()
+    torch.testing.assert_close(push(dlcl(x, h), h), dlcl(dlcl(x, g), g))
+    h = DepthHistory()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"DepthHistory\(eager=False\)"):
-        compiled(lambda x: dlcl(x, history))[0](torch.randn(3, DIM))
+        compiled(lambda x: dlcl(x, h))[0](x)
 
 
 @pytest.mark.parametrize(

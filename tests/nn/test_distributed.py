@@ -108,6 +108,6 @@ def step(form, norm, recompute):
     {"ddp": ddp, "fsdp": fsdp, "latent": latent}[form](norm, recompute)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_ranks(agree_on_ranks):
     agree_on_ranks(2, step, FORMS)

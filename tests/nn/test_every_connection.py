@@ -7,6 +7,7 @@ import torch
 
 from deepfast.connections import CONNECTIONS
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
+from deepfast.policies import ATTENTION_RESIDUALS
 from tests.nn.written_out import DIM, HEADS, PADDING, leaf, naive, shaken
 
 STACKS = TransformerEncoder, TransformerDecoder
@@ -118,19 +119,6 @@ def test_a_padded_batch_equals_each_sentence_alone(options):
 
 
 @EVERY
-def test_every_parameter_gets_a_gradient(options):
-    encoder, decoder = (shaken_stack(kind, options) for kind in STACKS)
-    decoder(torch.randn(3, 4, DIM), encoder(torch.randn(3, 5, DIM))).square().sum().backward()
-    for module in (encoder, decoder):
-        for name, p in module.named_parameters():
-            assert p.grad is not None, name
-            assert torch.isfinite(p.grad).all(), name
-            # Index 0 of DLCL has no norm by default, and keys' biases cancel in the softmax.
-            if "dlcl" not in name and "query_key_value.bias" not in name:
-                assert p.grad.abs().sum() > 0, name
-
-
-@EVERY
 def test_dropout_follows_mode_and_seed(options):
     m, x = shaken_stack(TransformerEncoder, options, dropout=0.5), torch.randn(2, 5, DIM)
 
@@ -168,3 +156,46 @@ def test_no_tokens_and_padding_alone(options):
         assert out.eq(0).all()
         out.sum().backward()
         assert x.grad.eq(0).all()
+
+
+# ---- attention residuals and DLCL ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connection", ATTENTION_RESIDUALS)
+@pytest.mark.parametrize("reads", [1, 2])
+def test_what_a_layer_or_sublayer_returns_is_dropped(connection, reads):
+    """By the push, but not the embedding."""
+    m, dropped = TransformerEncoder(*SIZES, connection=connection, reads=reads, dropout=0.5), []
+    m.connection.residuals.register_forward_pre_hook(
+        lambda _, args, given: dropped.append(given["dropout_p"]), with_kwargs=True
+    )
+    m(torch.randn(2, 4, DIM))
+    assert dropped == [0, *[0.5] * (reads * 4)]
+
+
+def test_which_parts_of_a_layer_read():
+    """Each sublayer by default; blocks are an eighth of the layers."""
+    m = TransformerEncoder(9, DIM, HEADS, 16, connection="block_attnres")
+    assert m.connection.residuals.block == 2
+    for kind, rows in ((TransformerEncoder, 2), (TransformerDecoder, 3)):
+        m, once = (kind(*SIZES, connection="attnres", reads=reads) for reads in (None, 1))
+        assert m.connection.residuals.rows == len(m.connection.norms) == 4 * rows + 1
+        with pytest.raises(RuntimeError, match=r"size mismatch for connection\.residuals\.query"):
+            m.load_state_dict(once.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("connection", "given", "expected"),
+    [
+        ("dlcl", {}, ("average", "pre", True)),
+        ("dlcl", {"norm": None}, ("average", None, True)),
+        ("dlcl", {"init": "one", "learnable": False}, ("one", "pre", False)),
+        ("denseformer", {}, ("identity", None, True)),
+        ("denseformer", {"init": "average", "norm": "pre"}, ("average", "pre", True)),
+    ],
+)
+def test_the_users_options_of_dlcl_stand_above_a_presets(connection, given, expected):
+    made = TransformerEncoder(*SIZES, connection=connection, dlcl=given)
+    dlcl = made.connection.dlcl
+    assert (dlcl.init, dlcl.norm, dlcl.weight.requires_grad) == expected
+    assert ("connection.dlcl.norm_weight" in made.state_dict()) == (dlcl.norm is not None)

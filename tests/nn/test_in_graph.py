@@ -1,6 +1,5 @@
 """A whole stack in a compiled graph: the launches of eager code, and no other state is moved."""
 
-import copy
 import re
 
 import pytest
@@ -8,11 +7,11 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from deepfast.launches import LAUNCHES
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, TransformerEncoder
+from tests.nn.test_compile import Stack
 from tests.nn.written_out import outcome, shaken
 
 DIM, TOKENS = 64, 96
@@ -77,14 +76,12 @@ def loops(code: str) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "layers", [9, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (24, 48, 100))]
-)
-def test_a_graph_moves_the_states_of_eager_code(kind, layers, capsys):
+def test_a_graph_moves_the_states_of_eager_code(kind):
     """Forward and backward of a connected model: the launches and their slots are those of eager
     code. Nothing is copied, and autograd adds no gradients of states."""
-    model = nn.Sequential(*(nn.Tanh() for _ in range(layers))).double()
+    model = nn.Sequential(*(nn.Tanh() for _ in range(9))).double()
     deepfast.connect(model, norm="pre", dim=DIM, connection=kind, inplace=False)
     shaken(model.double())
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
@@ -99,91 +96,7 @@ def test_a_graph_moves_the_states_of_eager_code(kind, layers, capsys):
     assert launched(code) == eager.launched
     engine = moved_by_launches(eager.launched)
     graph, wanted = (engine + n / (TOKENS * DIM) for n in (loops(code), eager.elements))
-    with capsys.disabled():
-        print(f"\n{kind}, {layers} layers: {graph:.0f} states, {wanted:.0f} in eager code")
     assert graph <= 1.05 * wanted
-
-
-class Stack(nn.Module):
-    """A stack whose passes take another way than from the embedding to the last row."""
-
-    def __init__(self, kind, layers=6):
-        super().__init__()
-        self.connection = shaken(KINDS[kind](layers, DIM)).double()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers)).double()
-
-    def one(self, x, upto=None, history=None):
-        history = history or DepthHistory(block=3)
-        x = self.connection(x, history)
-        for layer in self.layers[:upto]:
-            x = self.connection(torch.tanh(layer(x)), history, residual=x)
-        return x
-
-    def early(self, x):
-        """The rows above have no gradient."""
-        return self.one(x, upto=4)
-
-    def twice(self, x):
-        """A pass over the result of another."""
-        return self.one(torch.sin(self.one(x)))
-
-    def side_by_side(self, x):
-        """Two passes take turns."""
-        states, histories = [x, x.cos()], [DepthHistory(), DepthHistory()]
-        for layer in [nn.Identity(), *self.layers]:
-            each = zip(states, histories, strict=True)
-            states = [self.connection(torch.tanh(layer(s)), h) for s, h in each]
-        return states[0] + 2 * states[1]
-
-    def unread(self, x):
-        """A layer that reads nothing of its row."""
-        history = DepthHistory()
-        self.connection(x, history)
-        for layer in self.layers:
-            x = self.connection(torch.tanh(layer(x.detach())), history)
-        return x
-
-    def checkpointed(self, x):
-        """The pass runs again in backward."""
-        return checkpoint(self.one, x, use_reentrant=False)
-
-    def no_grad(self, x):
-        with torch.no_grad():
-            y = self.one(x)
-        return y + x
-
-
-WAYS = ("one", "early", "twice", "side_by_side", "unread", "checkpointed", "no_grad")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("way", WAYS)
-def test_passes_of_all_kinds(way, kind, backend):
-    stack = Stack(kind)
-    x = torch.randn(3, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
-    run = getattr(stack, way)
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
-    # A graph may give zeros where nothing is read.
-    unread = {"allow_unused": True, "materialize_grads": True}
-    got, wanted = (outcome(each, x, stack, **unread) for each in (compiled, run))
-    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
-
-
-def test_a_retained_graph_runs_backward_again():
-    stack, x = Stack("attnres"), torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
-    out = torch.compile(stack.one, fullgraph=True, backend="aot_eager")(x).sum()
-    first = torch.autograd.grad(out, x, retain_graph=True)
-    assert torch.equal(first[0], torch.autograd.grad(out, x)[0])
-
-
-def test_a_copy_of_a_connection_has_its_own_graph():
-    stack = Stack("dlcl")
-    other, x = copy.deepcopy(stack), torch.randn(TOKENS, DIM, dtype=torch.float64)
-    shaken(other)
-    for each in (stack, other):
-        run = torch.compile(each.one, fullgraph=True, backend="eager")
-        torch.testing.assert_close(run(x), each.one(x), rtol=1e-11, atol=1e-11)
 
 
 PROGRAMS = {
@@ -192,6 +105,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connection", PROGRAMS)
 def test_an_exported_program_shares_reads(connection):
     """The rows of a block read older states by one op, also after a decomposition."""
@@ -217,13 +131,9 @@ def test_an_exported_push_with_dropout_computes_no_norm():
 
     class Dropped(Stack):
         def forward(self, x):
-            history = DepthHistory()
-            y = self.connection(x, history)
-            for k, layer in enumerate(self.layers):
-                y = self.connection(layer(y), history, residual=y, dropout_p=0.3, seed=k)
-            return y
+            return self.one(x)
 
-    model, x = Dropped("attnres"), torch.randn(TOKENS, DIM, dtype=torch.float64)
+    model, x = Dropped(AttentionResiduals), torch.randn(5, 16, dtype=torch.float64)
     program = torch.export.export(model, (x,))
     assert not [n for n in program.graph.nodes if "layer_norm" in str(n.target)]
     x.requires_grad_()
@@ -249,26 +159,10 @@ def test_a_program_in_fp16_has_no_partial_sum_that_overflows():
     assert torch.equal(program.module()(y)[1:], torch.zeros(11, 3, 8, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("place", ["in the loop", "behind"])
-def test_a_graph_that_breaks_has_the_gradients_of_eager_code(place):
-    """Then the pass goes by registered ops through several graphs."""
-    stack, x = Stack("attnres", layers=4), torch.randn(4, DIM).double().requires_grad_()
-    if place == "in the loop":
-        stack.layers[2].register_forward_hook(lambda *_: torch._dynamo.graph_break())
-
-    def run(x):
-        y = stack.one(x)
-        torch._dynamo.graph_break()
-        return y * 2
-
-    got = outcome(torch.compile(run, backend="aot_eager"), x, stack)
-    torch.testing.assert_close(got, outcome(run, x, stack), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("connection", ["dlcl", "attnres"])
-def test_any_number_of_tokens(connection):
+@pytest.mark.slow
+def test_any_number_of_tokens():
     """Inductor's graph for sizes that it does not know."""
-    model = TransformerEncoder(3, 16, 2, 24, connection=connection, dropout=0.0)
+    model = TransformerEncoder(3, 16, 2, 24, connection="attnres", dropout=0.0)
     model = shaken(model).double()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
@@ -277,12 +171,12 @@ def test_any_number_of_tokens(connection):
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("connection", KINDS)
-def test_a_graph_for_cuda_graphs_reads_nothing_back(connection):
+@pytest.mark.slow
+def test_a_graph_for_cuda_graphs_reads_nothing_back():
     """``mode="reduce-overhead"`` records what runs between two steps of Python: the code must not
     wait for a value, and a second step must not compile again."""
     torch.manual_seed(0)
-    encoder = TransformerEncoder(2, DIM, 2, DIM, connection=connection, dropout=0.1)
+    encoder = TransformerEncoder(2, DIM, 2, DIM, dropout=0.1)
     compiled = torch.compile(encoder, fullgraph=True, mode="reduce-overhead")
     x = torch.randn(2, TOKENS // 2, DIM)
 

@@ -1,18 +1,18 @@
-"""deepfast.nn.LayerNorm and RMSNorm."""
+"""deepfast.nn.LayerNorm, RMSNorm and Packing."""
 
 import pytest
 import torch
 
-from deepfast.nn import LayerNorm, RMSNorm
+from deepfast.nn import LayerNorm, Packing, RMSNorm, TransformerEncoder
 
-KINDS = pytest.mark.parametrize(
-    ("kind", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
-)
+KINDS = [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)]
 
 
-@pytest.mark.only_if(lambda kind, options: kind is LayerNorm or "bias" not in options)
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
-@KINDS
+MODULES = [(*kind, options) for kind in KINDS for options in ({}, {"elementwise_affine": False})]
+MODULES += [(*KINDS[0], {"bias": False})]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "options"), MODULES, ids=str)
 def test_equals_pytorchs_module(backend, ran, kind, theirs, options):
     ours, theirs = kind(9, 1e-3, backend=backend, **options), theirs(9, 1e-3, **options)
     with torch.no_grad():
@@ -33,8 +33,8 @@ def test_equals_pytorchs_module(backend, ran, kind, theirs, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@KINDS
-def test_under_autocast(backend, kind, theirs, dtype):
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_under_autocast(backend, kind, dtype):
     """It returns the dtype of its residual; without autocast the two must be equal."""
     norm, x, r = kind(9, backend=backend), torch.randn(4, 9).bfloat16(), torch.randn(4, 9).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
@@ -46,3 +46,41 @@ def test_under_autocast(backend, kind, theirs, dtype):
     if dtype == torch.float32:
         with pytest.raises(ValueError, match="residual"):
             norm(x, residual=r)
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+PADDING = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
+
+
+def test_padding_is_removed_and_restored():
+    x = torch.randn(4, 4, 3)
+    packing = Packing.of(4, 4, PADDING)
+    assert torch.equal(packing.pack(x), x[~PADDING])
+    assert torch.equal(packing.unpack(packing.pack(x)), x * ~PADDING.unsqueeze(-1))
+    for padding in (None, torch.zeros(4, 4).bool()):
+        packing = Packing.of(4, 4, padding)
+        assert packing.indices is None
+        assert packing.padding is None
+        assert packing.pack(x).data_ptr() == x.data_ptr()
+        assert torch.equal(packing.unpack(packing.pack(x)), x)
+
+
+def test_derivatives_of_packing():
+    packing = Packing.of(4, 4, PADDING)
+    x = torch.randn(4, 4, 2, dtype=torch.float64, requires_grad=True)
+    t = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(packing.pack, x)
+        assert check(packing.unpack, t)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_packing_that_inference_has_used_trains(padding):
+    module, x = TransformerEncoder(1, 4, 2, 8), torch.randn(4, 4, 4)
+    packing = Packing.of(4, 4, padding)
+    with torch.inference_mode():
+        module.forward_packed(packing.pack(x), packing)
+        sentences = packing.sentences(x.device)
+    module.forward_packed(packing.pack(x), packing).sum().backward()
+    assert not sentences.is_inference()

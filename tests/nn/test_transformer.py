@@ -24,12 +24,12 @@ KINDS = pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder]
 OPTIONS = [
     {"connection": "residual"},
     {"connection": "residual", "norm_type": "rms"},
-    {"connection": "residual", "num_kv_heads": 1, "window": 1},
+    {"connection": "residual", "num_kv_heads": 1, "window": 1, "activation": "swiglu"},
     {"connection": "latent", "latent": {"languages": 3, "evaluation": "mean"}},
     {"connection": "latent", "latent": {"hard": True}},
     {"dlcl": {"window": 3}, "norm_type": "rms"},
     {"dlcl": {"norm_type": "layer"}, "norm_type": "rms"},
-    {"dlcl": {}, "num_kv_heads": 1, "window": (2, 1)},
+    {"dlcl": {}, "num_kv_heads": 1, "window": (2, 1), "activation": "gelu"},
     {"dlcl": {"weight_type": "vector", "init": "one"}},
     {"dlcl": {"weight_type": "group", "groups": 4, "window": 3, "normalize_embedding": True}},
     {"dlcl": {"softmax": True, "learnable": False}},
@@ -57,30 +57,34 @@ def operands(kind, padding, dtype=torch.float32):
 
 @NORMS
 @PADDINGS
+@pytest.mark.parametrize("gate", [None, 0.7, 0.0])
 @pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
-def test_a_layer_alone(backend, kind, norm, padding):
+def test_a_layer_alone(backend, kind, gate, norm, padding):
+    """A gate of 0 leaves the layer its residual."""
     m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
     inputs, masks, (x, *given) = operands(kind, padding)
     n = norm_of(m.attention_norm, x) if norm == "pre" else x
+    given += [None] * (3 - len(given)) + [1.0 if gate is None else gate]
     keep = None if padding is None else ~padding
-    assert_same(m(*inputs, *masks), layer(m, x, n, *given), m, inputs, keep)
+    assert_same(m(*inputs, *masks, gate=gate), layer(m, x, n, *given), m, inputs, keep)
 
 
-@NORMS
-@pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
-def test_a_gate_of_0_leaves_a_layer_alone_its_residual(kind, norm):
-    m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0))
-    (x, *others), _, _ = operands(kind, None)
-    want = x if norm == "pre" else m.norms_alone(x)
-    torch.testing.assert_close(m(x, *others, gate=0.0), want)
+# Each stack with and without padding, by both backends.
+FORMS = [
+    (TransformerEncoder, "cpu", PADDING),
+    (TransformerEncoder, "reference", None),
+    (TransformerDecoder, "cpu", None),
+    (TransformerDecoder, "reference", PADDING),
+]
 
 
-@KINDS
-@PADDINGS
+@pytest.mark.parametrize(
+    ("kind", "exact_backend", "padding"), FORMS, ids=str, indirect=["exact_backend"]
+)
 @pytest.mark.parametrize("options", STACKS, ids=str)
-def test_a_stack_equals_the_naive_loop(backend, kind, options, padding):
+def test_a_stack_equals_the_naive_loop(exact_backend, kind, options, padding):
     """In fp64: without norms values grow. Gates are drawn, and in evaluation chosen."""
-    m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.0, backend=backend, **options)
+    m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.0, backend=exact_backend, **options)
     shaken(m).double()
     for module in m.modules():
         if hasattr(module, "eps"):
@@ -125,20 +129,16 @@ def test_activation_and_attention_dropout_follow_the_mode(name):
     assert torch.equal(m(x), m(x))
 
 
-def test_swiglu():
-    """The formula, and that "ffn" keeps none of the hidden tensors, which have F channels."""
-    layer = TransformerEncoderLayer(8, 2, 20, activation="swiglu", dropout=0.0).double()
-    block, x = layer.feed_forward, torch.randn(2, 3, 8, dtype=torch.float64)
-    g, u = F.linear(x, block.up.weight[:20]), F.linear(x, block.up.weight[20:])
-    expected = F.linear(F.silu(g) * u, block.down.weight)
-    torch.testing.assert_close(block(x), expected)
-    kept = {}
+def test_policy_ffn_keeps_no_hidden_tensor_of_swiglu():
+    """They have F channels."""
+    layer = TransformerEncoderLayer(8, 2, 20, activation="swiglu", dropout=0.0)
+    x, kept = torch.randn(2, 3, 8, requires_grad=True), {}
     for policy in ("none", "ffn"):
         layer.recompute, sizes = policy, []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
         ):
-            layer(x.requires_grad_())
+            layer(x)
         kept[policy] = sizes.count(6 * 20)
     # g, u, silu(g) and what the last product reads.
     assert kept == {"none": 4, "ffn": 0}
@@ -211,11 +211,17 @@ def by_torch(norm):
     return by_hook(torch.nn.LayerNorm(DIM).double().requires_grad_(False))
 
 
-@pytest.mark.parametrize("change", [by_hook, by_subclass, by_torch])
-@pytest.mark.parametrize("policy", ["none", "ffn", "layer", "layer+input"])
-@pytest.mark.parametrize(
-    "options", [{}, {"norm": "post"}, {"connection": "residual"}, *PRE_NORM[:2]], ids=str
-)
+# Every policy with every change.
+NORMED = [{}, {"norm": "post"}, {"connection": "residual"}, *PRE_NORM[:2]]
+NORMED = [
+    (options, policy, change)
+    for i, policy in enumerate(["none", "ffn", "layer", "layer+input"])
+    for j, change in enumerate([by_hook, by_subclass, by_torch])
+    for options in (NORMED[(i + j) % 5], NORMED[(i + 2 * j + 2) % 5])
+]
+
+
+@pytest.mark.parametrize(("options", "policy", "change"), NORMED, ids=str)
 @KINDS
 def test_norms_that_are_not_plain_run_as_modules(kind, options, policy, change):
     """Twice the norm is the norm with weights of 2."""

@@ -72,8 +72,15 @@ def sublayers(m, encoded=None, padding=None, encoded_padding=None, z=1.0):
         found.append(
             (m.cross_attention_norm, lambda n: z * attend(cross, n, encoded, encoded_padding))
         )
-    block = m.feed_forward
-    return [*found, (m.feed_forward_norm, lambda n: z * block.down(torch.relu(block.up(n))))]
+    return [*found, (m.feed_forward_norm, lambda n: z * feed_forward(m.feed_forward, n))]
+
+
+def feed_forward(m, n):
+    hidden = m.up(n)
+    if m.activation == "swiglu":
+        gate, hidden = hidden.chunk(2, -1)
+        return m.down(F.silu(gate) * hidden)
+    return m.down(F.relu(hidden) if m.activation == "relu" else F.gelu(hidden))
 
 
 def layer(m, x, n, *given, alpha=1, eps=None):

@@ -1,5 +1,7 @@
 """Multi-layer representation fusion against the paper's formulas written out."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,80 +49,59 @@ def written_out(m, z, embedding=None, word_embedding=True, hops=HOPS):
     return norm_of(m.norm, y), weights
 
 
-def assert_is_written_out(m, z, *given, **options):
-    assert_same(m(z, *given), written_out(m, z, *given, **options)[0], m, [*z, *given])
+# The rows of the paper's table 4, on embeddings of words and of layers, with and without norms.
+OPTIONS = [
+    (kind, {"word_embedding": word, "layer_embeddings": layer, "source_norm": norm})
+    for kind in FUSIONS
+    for word, layer, norm in itertools.product((False, True), repeat=3)
+]
+OPTIONS += [
+    (kind, options)
+    for kind in WITH_ATTENTION
+    for options in ({"shared": False}, {"activation": "relu"}, {"hops": 1})
+]
+# Channels without hops have no feed-forward layer.
+OPTIONS += [("channel_attention", {"hops": None})]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("source_norm", [False, True])
-@pytest.mark.parametrize("layer_embeddings", [False, True])
-@pytest.mark.parametrize("word_embedding", [False, True])
-@pytest.mark.parametrize("kind", FUSIONS)
-def test_is_the_paper(kind, word_embedding, layer_embeddings, source_norm, backend):
-    """Also the rows of its table 4, on embeddings of words and of layers."""
-    m = fusion(kind, word_embedding=word_embedding, layer_embeddings=layer_embeddings,
-               source_norm=source_norm, backend=backend)  # fmt: skip
-    assert (m.layer_embedding is not None) == layer_embeddings
-    assert_is_written_out(m, states(), word_embedding=word_embedding)
-
-
-def test_channels_without_hops_have_no_feed_forward_layer():
-    m = fusion("channel_attention", hops=None)
-    assert not m.feeds
-    assert_is_written_out(m, states(), hops=None)
-
-
-@pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_a_word_embedding_left_out_has_no_weight(kind):
-    m, z = fusion(kind, word_embedding=False), states()
-    y, weights = m(z, return_attention=True)
-    assert weights.shape[-1] == STATES
-    assert not weights[..., 0].any()
-    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-    z[0] = torch.full_like(z[0], torch.nan)
-    assert torch.equal(m(z), y)
-
-
-@pytest.mark.parametrize("options", [{"shared": False}, {"activation": "relu"}, {"hops": 1}])
-@pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_options_of_attention(kind, options):
-    assert_is_written_out(fusion(kind, **options), states())
+@pytest.mark.parametrize(("kind", "options"), OPTIONS, ids=str)
+def test_is_the_paper(kind, options, backend):
+    m, z = fusion(kind, backend=backend, **options), states()
+    has = options.get("layer_embeddings", kind in WITH_ATTENTION)
+    assert (m.layer_embedding is not None) == has
+    given = {"word_embedding": options.get("word_embedding", True)}
+    want, weights = written_out(m, z, hops=options.get("hops", HOPS), **given)
+    assert_same(m(z), want, m, z)
+    if kind in WITH_ATTENTION:
+        y, shares = m(z, return_attention=True)
+        assert torch.equal(y, m(z))
+        left_out = STATES - len(weights)
+        torch.testing.assert_close(shares[..., left_out:], weights.movedim(0, -1))
+        assert not shares[..., :left_out].any()
+    if not given["word_embedding"]:
+        z[0] = torch.full_like(z[0], torch.nan)
+        assert m(z).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_an_embedding_of_others(kind):
     """Two stacks share it, and the other stack is deeper."""
-    m = fusion(kind, own_embedding=False)
+    m, z = fusion(kind, own_embedding=False), states()
     assert "layer_embedding" not in dict(m.named_parameters())
     e = torch.randn(STATES + 2, DIM, dtype=torch.float64, requires_grad=True)
-    assert_is_written_out(m, states(), e)
-
-
-@pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_attention_is_returned(kind):
-    m, z = fusion(kind), states()
-    y, weights = m(z, return_attention=True)
-    _, expected = written_out(m, z)
-    assert torch.equal(y, m(z))
-    assert weights.shape == (5, HOPS if kind == "attention" else HOPS * DIM, STATES)
-    torch.testing.assert_close(weights, expected.movedim(0, -1))
-    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-
-
-def test_the_layer_embedding_begins_small():
-    e = LayerFusion(100, 64).layer_embedding
-    assert e.shape == (100, 64)
-    assert -0.1 <= e.min() < -0.099
-    assert 0.099 < e.max() <= 0.1
+    assert_same(m(z, e), written_out(m, z, e)[0], m, [*z, e])
 
 
 def test_no_stack_of_states_is_made(meter):
-    """Attention keeps one state for each hop, and the tensors for its scores."""
+    """Attention keeps one state for each hop, and the tensors for its scores. The embeddings of
+    layers begin small."""
     m = LayerFusion(30, 64, hops=1, attention_dim=4, hidden_dim=8)
     z = [torch.randn(500, 64) for _ in range(30)]
     with torch.no_grad(), meter() as used:
         m(z)
     assert used.peak < 8 * z[0].nbytes
+    assert -0.1 <= m.layer_embedding.min() < -0.099
+    assert 0.099 < m.layer_embedding.max() <= 0.1
 
 
 def test_autocast():

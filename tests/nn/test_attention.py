@@ -1,0 +1,121 @@
+"""Attention with fewer heads of keys and with windows, and what decoding keeps, written out."""
+
+import pytest
+import torch
+
+from deepfast.nn import MultiheadAttention, Packing, TransformerDecoder
+from tests.nn.written_out import DIM, assert_same, attend, leaf, shaken
+
+HEADS, FFN, LENGTH = 6, 20, 7
+RIGHT = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [4], [1]])
+PADDINGS = {
+    "none": None,
+    "right": RIGHT,
+    "left": RIGHT.flip(1),
+    "between": torch.tensor([[0, 1, 0, 0, 1, 1, 0], [0] * 7, [1, 1, 0, 1, 0, 1, 1]]).bool(),
+}
+# num_kv_heads and window.
+PATTERNS = [(1, None), (2, 2), (3, (1, 3)), (6, (0, 2)), (2, (None, 1)), (2, (3, None)), (6, 99)]
+
+
+# Causal attention has its padding on the right.
+@pytest.mark.parametrize(
+    ("padding", "causal"),
+    [*((name, False) for name in PADDINGS), ("none", True), ("right", True)],
+)
+@pytest.mark.parametrize(("kv", "window"), PATTERNS, ids=str)
+def test_self_attention(exact_backend, kv, window, padding, causal):
+    m = MultiheadAttention(DIM, HEADS, num_kv_heads=kv, window=window, backend=exact_backend)
+    assert m.query_key_value.weight.shape == (DIM + 2 * kv * DIM // HEADS, DIM)
+    shaken(m)
+    x, padding = leaf(3, LENGTH, DIM), PADDINGS[padding]
+    keep = torch.ones(3, LENGTH).bool() if padding is None else ~padding
+    packing = Packing.of(3, LENGTH, padding)
+    got = packing.unpack(m(packing.pack(x), packing, causal=causal))
+    want = attend(m, x, padding=padding, causal=causal) * keep[..., None]
+    assert_same(got, want, m, [x], keep)
+
+
+@pytest.mark.parametrize("kv", [1, 2, 3, 6])
+def test_cross_attention(exact_backend, kv):
+    m = shaken(MultiheadAttention(DIM, HEADS, num_kv_heads=kv, cross=True, backend=exact_backend))
+    x, encoded, padding = leaf(3, 5, DIM), leaf(3, LENGTH, DIM), RIGHT
+    packing, at = Packing(3, 5), Packing.of(3, LENGTH, padding)
+    got = m(packing.pack(x), packing, encoded=at.pack(encoded), encoded_packing=at)
+    assert_same(packing.unpack(got), attend(m, x, encoded, padding), m, [x, encoded])
+    weights = m.weights(packing.pack(x), packing, at.pack(encoded), at)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 5))
+    decoder = TransformerDecoder(1, DIM, HEADS, FFN, num_kv_heads=kv, window=4)
+    assert decoder.layers[0].attention.window == (4, 4)
+    assert decoder.layers[0].cross_attention.window == (-1, -1)
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+SENTENCES, SOURCE = 5, 4
+PADDING = torch.arange(SOURCE) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
+WAYS = [
+    ("steps", "pre", None, 2), ("steps", "post", 2, 1), ("modules", "post", None, 2),
+    ("modules", "pre", 2, 1), ("torch", "pre", 0, 2), ("torch", "post", 99, 1),
+    ("swiglu", "post", 0, 2), ("swiglu", "pre", 99, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "norm", "window", "kv_heads"), WAYS)
+def test_any_choice_of_hypotheses(way, norm, window, kv_heads):
+    """Hypotheses that branch, end and leave, against the whole forward pass. By the steps of
+    layers; by their modules, which a hook or an activation of torch's ops asks for; by torch's
+    attention."""
+    backend = "reference" if way == "torch" else None
+    options = {"norm": norm, "window": window, "num_kv_heads": kv_heads, "backend": backend}
+    options["activation"] = "swiglu" if way == "swiglu" else "relu"
+    decoder = shaken(TransformerDecoder(2, 8, 2, 12, **options)).eval()
+    calls = []
+    if way == "modules":
+        for layer in decoder.layers:
+            layer.feed_forward.down.register_forward_hook(lambda *_: calls.append(1))
+    encoded, packing = torch.randn(SENTENCES, SOURCE, 8), Packing.of(SENTENCES, SOURCE, PADDING)
+    cache = decoder.start(packing.pack(encoded.detach()), packing)
+    prefixes, sentences = torch.empty(SENTENCES, 0, 8), torch.arange(SENTENCES)
+    generator = torch.Generator().manual_seed(1)
+    for position in range(24):
+        x = torch.randn(len(sentences), 8, generator=generator)
+        prefixes = torch.cat((prefixes, x.unsqueeze(1)), 1)
+        got = decoder.step(x, cache)
+        assert not got.requires_grad
+        with torch.no_grad():
+            want = decoder(prefixes, encoded[sentences], None, PADDING[sentences])[:, -1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        # Branches, gaps and rows out of order; from position 12 on sentences leave.
+        count = 9 if position < 12 else 3
+        index = torch.randint(len(sentences), (count,), generator=generator)
+        prefixes, sentences = prefixes[index], sentences[index]
+        cache.reorder(index)
+    stored = cache.hypotheses.packing.batch
+    assert 4 * len(sentences.unique()) > 3 * stored
+    # Room for 16 positions of 3 hypotheses; what a window does not reach makes room for others.
+    room = 48 if window in (0, 2) else 164
+    assert {kv.key_value.shape[:2] for kv in cache.layers} == {(stored, room)}
+    assert all((step is not None) == (way == "steps") for step in cache.steps)
+    assert (way == "modules") == bool(calls)
+
+
+@pytest.mark.parametrize("norm_type", ["layer", "rms"])
+@pytest.mark.parametrize("connection", ["residual", "dlcl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_step_computes_what_the_modules_do(dtype, connection, norm_type):
+    """Also with grouped heads, and with gelu."""
+    options = {"connection": connection, "norm_type": norm_type, "activation": "gelu"}
+    decoder = TransformerDecoder(3, 8, 4, 12, num_kv_heads=2, **options).eval().to(dtype)
+    packing = Packing(2, SOURCE)
+    encoded, x = torch.randn(2 * SOURCE, 8, dtype=dtype), torch.randn(3, 2, 8, dtype=dtype)
+    with torch.inference_mode():
+        results = []
+        for plain in (True, False):
+            if not plain:
+                for module in decoder.layers.modules():
+                    module.register_forward_hook(lambda *_: None)
+            cache = decoder.start(encoded, packing)
+            results.append([decoder.step(one, cache) for one in x])
+            assert all((step is not None) == plain for step in cache.steps)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
