@@ -1,7 +1,9 @@
 """Memory policies of connected layers: the gradients of "none", and the bytes that are kept."""
 
+import contextlib
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from deepfast.memory import LiveBytes
 from tests.attach.models import (
     AGAIN,
     CASES,
+    GATED,
     READS,
     Block,
     X,
@@ -124,23 +127,29 @@ def test_checkpointing_beside_it(recompute, reentrant, same_blocks):
     assert_equal(outcome(again, run(again, x)), wanted)
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute", "options"),
-    [("torch post-norm", "layer", {}), ("sequential", "layer+input", {"connection": "attnres"}),
-     ("bert", "layer+input", {}), ("llama", "layer", READS), ("t5", "layer+input", {})],
-)  # fmt: skip
-def test_a_pass_is_freed(name, recompute, options):
-    """With its backward and without."""
+@pytest.mark.parametrize("end", ["backward", "forward", "error"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("torch post-norm", {"recompute": "layer"}),
+    ("sequential", {"recompute": "layer+input", "connection": "attnres"}),
+    ("bert", {"recompute": "layer+input"}),
+    *(("torch pre-norm", kind | {"recompute": policy})
+      for kind in (READS, GATED) for policy in ("none", "layer")),
+    ("llama", READS | {"recompute": "layer"}),
+])  # fmt: skip
+def test_a_pass_is_freed(name, options, end):
     case = CASES[name]
-    model = case.connected(recompute=recompute, **options)
+    model = case.connected(**options)
     outcome(model, case.run(model))
+    if end == "error":
+        case.layers(model)[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with LiveBytes() as live:
-        for backward in (False, True):
+        with contextlib.suppress(ZeroDivisionError):
             out = case.run(model)
-            if backward:
+            if end == "backward":
                 out.sum().backward()
             del out
-            assert live.current == 0
+        gc.collect()
+        assert live.current == 0
 
 
 @pytest.mark.parametrize("recompute", AGAIN)

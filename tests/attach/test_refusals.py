@@ -286,6 +286,9 @@ FAULTS = {
     "scales its input": (
         does(lambda m, x: TwoParts.forward(m, 2 * x)), NAMES,
         "layer 0 of Loop.blocks changes its input before its first norm"),
+    "transposes": (
+        does(lambda m, x: TwoParts.forward(m, x.transpose(0, 1)).transpose(0, 1)), NAMES,
+        "changes its input before its first norm"),
     "its last module runs twice": (
         does(lambda m, x: (h := x + m.attn(m.norm1(x)) + 0 * m.attn(x)) + m.mlp(m.norm2(h))),
         NAMES, "behind norm1 of layer 0 has a last module that runs twice",
