@@ -19,19 +19,26 @@ def blocks(path, language="python"):
     return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.S)
 
 
-@pytest.mark.parametrize("printed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
-def test_the_code_of_a_page_runs(path, printed, tmp_path, monkeypatch):
-    """On the first pages with smaller numbers than are printed."""
+def run(path, smaller):
     for package in ("transformers", "accelerate", "peft"):
         if f"from {package}" in path.read_text():
             pytest.importorskip(package)
-    smaller = SMALLER if not printed and path.name in ("README.md", "index.md") else {}
-    monkeypatch.chdir(tmp_path)
     scope: dict = {}
     for block in blocks(path):
         code = re.sub(r"\d+", lambda number: smaller.get(number[0], number[0]), block)
         exec(compile(code, str(path), "exec"), scope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(path, {})
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "docs" / "index.md"], ids=lambda p: p.name)
+def test_the_first_pages_run_with_smaller_numbers(path):
+    run(path, SMALLER)
 
 
 def test_readme_with_transformers(tmp_path, monkeypatch):
