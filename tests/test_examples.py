@@ -38,21 +38,6 @@ def test_own_loop(load):
     assert losses[-1] < losses[0]
 
 
-def test_what_a_masked_language_model_sees(load):
-    example = load("latent_mlm.py")
-    pieces = torch.randint(4, 50, (400, 60))
-    pieces[:, 50:] = 0
-    seen, labels = example.hidden(pieces, mask=50)
-    chosen = labels != example.IGNORED
-    assert torch.equal(labels[chosen], pieces[chosen])
-    assert torch.equal(seen[~chosen], pieces[~chosen])
-    assert not chosen[:, 50:].any()
-    # 20,000 draws: four standard errors.
-    assert abs(chosen[:, :50].float().mean() - 0.15) < 0.011
-    assert abs((seen[chosen] == 50).float().mean() - 0.8) < 0.03
-    assert abs((seen[chosen] == pieces[chosen]).float().mean() - 0.1) < 0.03
-
-
 @pytest.mark.parametrize(("keep", "norm_type"), [(2, "layer"), (2, "none"), (None, "none")])
 def test_latent_mlm(load, keep, norm_type):
     lines = [" ".join(f"w{i % 7}{j}" for j in range(i % 5 + 2)) for i in range(80)]
@@ -106,7 +91,7 @@ def test_fsdp_under_torchrun(python):
 
 def test_trainer(load, transformers, tmp_path):
     example = load("trainer.py")
-    losses = example.train(layers=2, dim=16, steps=40, folder=str(tmp_path))
+    losses = example.train(layers=2, dim=16, steps=25, folder=str(tmp_path))
     assert losses[-1] < losses[0]
     model = deepfast.connected(transformers.BertForSequenceClassification)
     model = model.from_pretrained(tmp_path)

@@ -64,40 +64,29 @@ def torch_encoder(norm_first=False):
 
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": L,
-    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    "vocab_size": VOCAB, "hidden_size": D, "d_model": D, "word_embed_proj_dim": D, "head_dim": 8,
+    "intermediate_size": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "ffn_dim": 48,
+    "d_kv": 8, "d_ff": 48, "num_hidden_layers": L, "num_layers": L, "encoder_layers": L,
+    "decoder_layers": L, "num_attention_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "max_position_embeddings": 32, "image_size": 8, "patch_size": 4,
+    "num_labels": 5, "num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+    "decoder_start_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "final_logit_softcapping": None, "reference_compile": False,
 }  # fmt: skip
-SEQ2SEQ = {
-    "d_model": D, "encoder_layers": L, "decoder_layers": L, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
-    "decoder_start_token_id": 0, "forced_eos_token_id": 2,
-}  # fmt: skip
-OF_CLASS = {
-    "BartForConditionalGeneration": SEQ2SEQ,
-    "WhisperModel": SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 10},
-    "ModernBertForMaskedLM": {"global_attn_every_n_layers": 1, "reference_compile": False},
-    "T5ForConditionalGeneration": {
-        "d_model": D, "d_kv": 8, "d_ff": 48, "num_layers": L, "num_heads": 4, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-    },
-    "ViTForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5},
-    "GPT2LMHeadModel": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "GPTNeoXForCausalLM": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "OPTForCausalLM": {"dropout": 0.0, "word_embed_proj_dim": D, "ffn_dim": 48},
-    "Gemma2ForCausalLM": {"head_dim": 8, "final_logit_softcapping": None},
-    "Qwen3MoeForCausalLM": {
-        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    },
-}  # fmt: skip
+"""Each class takes those that it knows."""
+DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
 
 
 def fresh(name, **more):
     """A model of Hugging Face transformers at its start, in training mode."""
     kind = getattr(pytest.importorskip("transformers"), name)
-    num_heads = {"num_key_value_heads": 2} if "Causal" in name else {}
-    return kind(kind.config_class(**SIZES | num_heads | OF_CLASS.get(name, {}) | more)).train()
+    keys = {"num_key_value_heads": 2} if "Causal" in name else {}
+    config = kind.config_class(**SIZES | dict.fromkeys(DROPOUTS, 0.0) | keys | more)
+    return kind(config).train()
 
 
 def perturbed(model):

@@ -40,7 +40,6 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("form", "name", "backend", "options"), [
-    (whole, "torch pre-norm", "eager", ATTENTION),
     (whole, "sequential", "aot_eager", {"recompute": "layer+input"}),
     (whole, "torch pre-norm", "aot_eager", READS),
     (method, "torch post-norm", "eager", {}),
@@ -48,6 +47,7 @@ SLOW = pytest.mark.slow
     (each_layer, "sequential", "aot_eager", {"recompute": "layer+input"}),
     (each_layer, "torch pre-norm", "aot_eager", READS),
     *(pytest.param(*row, marks=SLOW) for row in (
+        (whole, "torch pre-norm", "eager", ATTENTION),
         (whole, "bert", "aot_eager", {}),
         (each_layer, "bert", "eager", {}),
         (whole, "sequential", "aot_eager", DENSE | {"recompute": "layer"}),
@@ -79,6 +79,7 @@ def test_more_layers_than_the_recompile_limit():
         torch.testing.assert_close(model(X), wanted)
 
 
+@SLOW
 def test_a_pass_that_leaves_its_graph():
     """A graph break inside of the loop gives the same numbers, or ends with a sentence."""
     model = Loop()

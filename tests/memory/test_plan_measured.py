@@ -185,14 +185,14 @@ def cases(draw):
     return case
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(cases())
 def test_sizes_at_random(case):
     check(**case)
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases())
 def test_many_sizes_at_random(case):
     check(**case)
