@@ -96,6 +96,7 @@ def test_a_pass_that_leaves_its_graph():
     assert all(isinstance(block, Block) for block in model.blocks)
 
 
+@SLOW
 def test_names_that_no_run_has_checked():
     model = connected(does(drops_behind), BOTH).eval()
     run = whole(model, "eager")

@@ -2,7 +2,6 @@
 plain one in the same process."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +13,8 @@ import deepfast
 from tests.attach.models import CASES, GATED, READS, Loss, assert_same, batch, perturbed
 
 OPTIONS = {"none": {}, "again": {"recompute": "layer+input"}, "reads": READS, "gated": GATED}
-MODELS = ["torch pre-norm/again", "torch pre-norm/gated", "sequential/none"]
-if importlib.util.find_spec("transformers") is not None:
-    MODELS += ["bert/again", "bart/none", "bert/patch", "llama/patch", "llama/loss", "t5/reads"]
-FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
+MODELS = ["torch pre-norm/gated", "sequential/again"]
+OF_TRANSFORMERS = ["bert/again", "bart/none", "bert/patch", "llama/patch", "llama/loss", "t5/reads"]
 
 
 def fsdp(model, case):
@@ -68,5 +65,13 @@ def step(form, name, what):
     assert_same(found, expected, 1e-6 if what in OPTIONS else 1e-5)
 
 
-def test_two_ranks(agree_on_ranks):
-    agree_on_ranks(2, step, FORMS)
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_two_ranks(agree_on_ranks, form):
+    agree_on_ranks(2, step, [f"{form}/{model}" for model in MODELS])
+
+
+@pytest.mark.slow
+def test_two_ranks_of_transformers(agree_on_ranks):
+    pytest.importorskip("transformers")
+    forms = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in OF_TRANSFORMERS]
+    agree_on_ranks(2, step, forms)

@@ -196,6 +196,7 @@ def states_a_layer(recompute=None, checkpointed=False):
     return live.peak / (layers * x.nbytes)
 
 
+@pytest.mark.slow
 def test_bytes():
     """With "layer+input" a connection needs no more than checkpointing of the plain model."""
     plain, history = states_a_layer(checkpointed=True), states_a_layer("layer+input")

@@ -42,7 +42,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("free", "kind"), [
-    ("num_layers", LATENT), ("dim", POST), ("tokens", POST),
+    ("num_layers", LATENT), ("dim", POST), pytest.param("tokens", POST, marks=SLOW),
     pytest.param("dim", ATTENTION, marks=SLOW),
     pytest.param("tokens", {"decoder_connection": "dlcl", "decoder_layers": 2}, marks=SLOW),
 ])  # fmt: skip
@@ -230,6 +230,7 @@ def test_few_small_models_are_run(free, most):
     assert runs[1] == 0
 
 
+@SLOW
 def test_the_callers_settings_neither_matter_nor_change():
     sizes = {"dim": 96, "tokens": 500, "decoder_layers": 1, "vocab_size": 90, "num_layers": 3}
     expected = plan(**sizes, connection="latent").table
