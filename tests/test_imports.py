@@ -20,35 +20,31 @@ RANK = {part: rank for rank, parts in enumerate(ORDER.split("; ")) for part in p
 
 
 def part_of(module):
+    """The part of the package that has a module; none for the package itself."""
     parts = module.split(".")[1:]
-    return ".".join(parts[: 2 if parts[:1] == ["mt"] else 1])
+    names = ".".join(parts[:2]), *parts[:1]
+    return next((name for name in names if name in RANK), None)
 
 
 def imports(path):
-    """Absolute names of the modules a file of the package imports, inside functions too."""
-    here = path.relative_to(ROOT).with_suffix("").parts
+    """Absolute names of what a file imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = [*here[: -node.level], node.module] if node.level else [node.module]
-            base = ".".join(filter(None, base))
-            found = [f"{base}.{alias.name}" for alias in node.names]
-            yield from (n if is_module(n) else base for n in found)
-
-
-def is_module(name):
-    path = ROOT.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").exists()
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_imports_go_down():
+    """deepfast/__init__.py and that of mt show the parts that users need."""
     for path in sorted((ROOT / "deepfast").rglob("*.py")):
-        part = part_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        if part in ("__init__", "mt.__init__"):  # These show the parts that users need.
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module in ("deepfast.__init__", "deepfast.mt.__init__"):
             continue
-        names = {name for name in imports(path) if name.split(".")[0] == "deepfast"}
-        for target in {part_of(name) for name in names} - {part, ""}:
+        part = part_of(module)
+        assert part is not None, f"say in this list where {module} stands"
+        targets = {part_of(name) for name in imports(path) if name.startswith("deepfast.")}
+        for target in targets - {part, None}:
             assert RANK[part] < RANK[target], f"{path} imports {target}"
 
 
