@@ -1,43 +1,64 @@
-"""The site: every page, public name and environment variable is on it."""
+"""The code in README and docs runs, the Python blocks of a page one after another."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import deepfast
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# The widths and the vocabulary of the first pages, and smaller ones.
+SMALLER = {"256": "16", "1024": "32", "32000": "100"}
 
 
-def test_each_page_is_in_the_navigation():
-    listed = set(re.findall(r": ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert pages <= listed
-    for name in listed - pages:
-        assert (ROOT / name).exists(), name
+def blocks(path, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.S)
 
 
-@pytest.mark.parametrize("part", ["ops", "nn", "memory"])
-def test_each_public_name_is_in_the_api_reference(part):
-    public = {f"deepfast.{part}.{name}" for name in getattr(deepfast, part).__all__}
-    text = (DOCS / "api" / f"{part}.md").read_text()
-    assert set(re.findall(r"heading: (\S+)", text)) == public
+def run(path, smaller):
+    for package in ("transformers", "accelerate", "peft"):
+        if f"from {package}" in path.read_text():
+            pytest.importorskip(package)
+    scope: dict = {}
+    for block in blocks(path):
+        code = re.sub(r"\d+", lambda number: smaller.get(number[0], number[0]), block)
+        exec(compile(code, str(path), "exec"), scope)
 
 
-def read_variables():
-    """The variables of deepfast that the code names: in Python all, in C++ those of getenv."""
-    files = [ROOT / "setup.py", ROOT / "Makefile"]
-    for folder in ("deepfast", "kernels", "bench"):
-        files += (ROOT / folder).rglob("*.py")
-    for path in files:
-        yield from re.findall(r"\bDEEPFAST_[A-Z_]+", path.read_text())
-    for path in (ROOT / "csrc").rglob("*.cpp"):
-        yield from re.findall(r'getenv\("(\w+)"', path.read_text())
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(path, {})
 
 
-def test_each_environment_variable_is_explained():
-    explained = set(re.findall(r"`(DEEPFAST_\w+)`", (DOCS / "environment.md").read_text()))
-    assert explained == set(read_variables())
-    assert "DEEPFAST_CPU_CAPABILITY" in explained
+@pytest.mark.parametrize("path", [README, ROOT / "docs" / "index.md"], ids=lambda p: p.name)
+def test_the_first_pages_run_with_smaller_numbers(path):
+    run(path, SMALLER)
+
+
+def test_readme_with_transformers(tmp_path, monkeypatch):
+    """The block marked ``py`` needs a checkpoint. A folder has its name."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(intermediate_size=24, vocab_size=200, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    scope = {"deepfast": deepfast}
+    for block in blocks(README, "py"):
+        plain.save_pretrained(re.search(r'from_pretrained\("([\w./-]+)"', block)[1])
+        exec(compile(block, str(README), "exec"), scope)
+    tokens = torch.arange(100, 110).view(1, -1)
+    assert torch.equal(scope["model"].eval()(tokens).logits, plain(tokens).logits)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    """`mkdocs build --strict` checks those of the other pages."""
+    text = README.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    for target in links + re.findall(r' src(?:set)?="([^"]+)"', text):
+        assert (ROOT / target).exists(), target

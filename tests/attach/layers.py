@@ -6,17 +6,15 @@ from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from tests.attach.models import D, Loop, perturbed
+from tests.specifications import attention_residuals
 
 NAMES = ("norm1", "attn"), ("norm2", None)
+BOTH = ("norm1", "attn"), ("norm2", "mlp")
+SUMS = ("norm1", None), ("norm2", None)
 
 
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x):
-        return self.linear(x).tanh()
+def part():
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh())
 
 
 class TwoParts(nn.Module):
@@ -24,10 +22,11 @@ class TwoParts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(D), Part()
-        self.norm2, self.mlp = nn.LayerNorm(D), Part()
+        self.norm1, self.attn = nn.LayerNorm(D), part()
+        self.norm2, self.mlp = nn.LayerNorm(D), part()
 
     def parts(self):
+        """The sublayers as functions of a function that gives their input."""
         return (
             lambda read: self.attn(self.norm1(read())),
             lambda read: 0.5 * self.mlp(self.norm2(read())),
@@ -70,7 +69,7 @@ class Differences(TwoParts):
 
 
 class CheckpointedParts(TwoParts):
-    """Checkpoints both of its sublayers, or one of them, with their norms."""
+    """Checkpoints both of its sublayers with their norms."""
 
     first = second = True
 
@@ -83,31 +82,22 @@ class CheckpointedParts(TwoParts):
         return x + 0.5 * part(self.mlp, self.norm2, x, self.second)
 
 
-class Gated(TwoParts):
-    """Reads its input besides the norm."""
+class CheckpointedFirst(CheckpointedParts):
+    second = False
 
-    def parts(self):
-        def first(read):
-            x = read()
-            return x.mean(-1, keepdim=True).sigmoid() * self.attn(self.norm1(x))
 
-        return first, super().parts()[1]
-
-    def forward(self, x):
-        x = x + x.mean(-1, keepdim=True).sigmoid() * self.attn(self.norm1(x))
-        return x + 0.5 * self.mlp(self.norm2(x))
+class CheckpointedSecond(CheckpointedParts):
+    first = False
 
 
 class AddsInPlace(TwoParts):
+    def parts(self):
+        return super().parts()[0], lambda read: self.mlp(self.norm2(read()))
+
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
         x += self.mlp(self.norm2(x))
         return x
-
-    def parts(self):
-        return tuple(lambda read, m=m, n=n: m(n(read())) for m, n in (
-            (self.attn, self.norm1), (self.mlp, self.norm2)
-        ))  # fmt: skip
 
 
 class Flat(TwoParts):
@@ -125,6 +115,15 @@ class ByKeyword(TwoParts):
         return x + 0.5 * self.mlp(self.norm2(input=x))
 
 
+class Nested(TwoParts):
+    """Its second sublayer is a connected model."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Loop(layers=2, layer=TwoParts)
+        deepfast.connect(self.mlp, norm="pre", connection="attnres", sublayers=NAMES)
+
+
 def connected(layer=TwoParts, sublayers=NAMES, **options):
     """In float64, always with the same parameters."""
     torch.manual_seed(0)
@@ -133,3 +132,21 @@ def connected(layer=TwoParts, sublayers=NAMES, **options):
     made = deepfast.connect(model, sublayers=sublayers, **options).double()
     perturbed(made)
     return model
+
+
+def literal(model, x, query, gamma=None, size=None):
+    """x_r = sum_k softmax_k(q_r . RMSNorm(v_k)) v_k: v_0 is x, and each sublayer adds one. With
+    gamma x_r = sum_k v_k + gamma_r times that. size: the sublayers in a block."""
+    states = [x]
+
+    def read():
+        row = len(states) - 1
+        if size is not None:
+            return attention_residuals.block(states, query, row, size)
+        found = attention_residuals.full(states, query, row)
+        return found if gamma is None else sum(states) + gamma[row] * found
+
+    for layer in model.blocks:
+        for part in layer.parts():
+            states.append(part(read))
+    return read()

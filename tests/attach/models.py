@@ -1,9 +1,6 @@
 """The small models of all tests of `connect` and `patch`, with random weights, and how to connect,
 run and compare them."""
 
-import contextlib
-import copy
-import importlib.metadata
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,10 +14,8 @@ import deepfast
 from deepfast.attach.passes import NAME
 
 D, L, VOCAB, LENGTH = 32, 3, 50, 9
-
-TRANSFORMERS = 0
-with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-    TRANSFORMERS = int(importlib.metadata.version("transformers").partition(".")[0])
+AGAIN = ["layer", "layer+input"]
+"""The policies under which backward runs a layer again."""
 
 X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))
 
@@ -69,55 +64,29 @@ def torch_encoder(norm_first=False):
 
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": L,
-    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    "vocab_size": VOCAB, "hidden_size": D, "d_model": D, "word_embed_proj_dim": D, "head_dim": 8,
+    "intermediate_size": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "ffn_dim": 48,
+    "d_kv": 8, "d_ff": 48, "num_hidden_layers": L, "num_layers": L, "encoder_layers": L,
+    "decoder_layers": L, "num_attention_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "max_position_embeddings": 32, "image_size": 8, "patch_size": 4,
+    "num_labels": 5, "num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+    "decoder_start_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "final_logit_softcapping": None, "reference_compile": False,
 }  # fmt: skip
-SEQ2SEQ = {
-    "d_model": D, "encoder_layers": L, "decoder_layers": L, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
-    "decoder_start_token_id": 0, "forced_eos_token_id": 2,
-}  # fmt: skip
-OF_CLASS = {
-    "BartForConditionalGeneration": SEQ2SEQ,
-    "MarianMTModel": SEQ2SEQ,
-    "ModernBertForMaskedLM": {"global_attn_every_n_layers": 1, "reference_compile": False},
-    "T5ForConditionalGeneration": {
-        "d_model": D, "d_kv": 8, "d_ff": 48, "num_layers": L, "num_heads": 4, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-    },
-    "ViTForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5},
-    "Phi3ForCausalLM": {"resid_pdrop": 0.0},
-    "GemmaForCausalLM": {"head_dim": 8},
-    "Qwen3ForCausalLM": {"head_dim": 8},
-    "MinistralForCausalLM": {"head_dim": 8},
-    "SeedOssForCausalLM": {"residual_dropout": 0.0, "attention_dropout": 0.0, "head_dim": 8},
-    "MistralForCausalLM": {"sliding_window": None},
-    "GPT2LMHeadModel": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "GPTNeoXForCausalLM": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "OPTForCausalLM": {"dropout": 0.0, "word_embed_proj_dim": D, "ffn_dim": 48},
-    "Gemma2ForCausalLM": {"head_dim": 8, "final_logit_softcapping": None},
-    "Qwen3MoeForCausalLM": {
-        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    },
-    "DeepseekV3ForCausalLM": {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-}  # fmt: skip
+"""Each class takes those that it knows."""
+DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
 
 
 def fresh(name, **more):
     """A model of Hugging Face transformers at its start, in training mode."""
-    transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, name, None)
-    if kind is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    num_heads = {"num_key_value_heads": 2} if "Causal" in name else {}
-    return kind(kind.config_class(**SIZES | num_heads | OF_CLASS.get(name, {}) | more)).train()
+    kind = getattr(pytest.importorskip("transformers"), name)
+    keys = {"num_key_value_heads": 2} if "Causal" in name else {}
+    config = kind.config_class(**SIZES | dict.fromkeys(DROPOUTS, 0.0) | keys | more)
+    return kind(config).train()
 
 
 def perturbed(model):
@@ -135,6 +104,8 @@ def make(name, **more):
 
 
 class Case(NamedTuple):
+    """A kind of model."""
+
     make: Callable[[], nn.Module]
     norm: str
     parents: tuple[str, ...]
@@ -148,11 +119,8 @@ class Case(NamedTuple):
             path, _, layers = place.partition(":")
             yield path, model.get_submodule(path), layers
 
-    def layers(self, model):
-        return [m for _, p, name in self.places(model) for m in (getattr(p, name) if name else p)]
-
     def connect(self, model, connection="dlcl", **options):
-        """The connections, by path."""
+        """The connections, by path; they begin with their initial values."""
         made = {}
         for path, parent, layers in self.places(model):
             layers = None if type(parent) is nn.Sequential else layers
@@ -161,51 +129,30 @@ class Case(NamedTuple):
             )
         return made
 
+    def connected(self, connection="dlcl", **options):
+        """A connected model with random parameters, always the same."""
+        torch.manual_seed(0)
+        model = perturbed(self.make())
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config.use_cache = False
+        for made in self.connect(model, connection, **options).values():
+            perturbed(made)
+        return model
+
+    def disconnect(self, model):
+        for _, parent, _ in self.places(model):
+            deepfast.disconnect(parent)
+
+    def connections(self, model):
+        return [parent._modules[NAME] for _, parent, _ in self.places(model)]
+
+    def layers(self, model):
+        return [m for _, p, name in self.places(model) for m in (getattr(p, name) if name else p)]
+
 
 def ids(rows=2, length=7, seed=1):
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-class InPlace(nn.Module):
-    """In place of layer k, with its attributes, in a literal loop over ``states``."""
-
-    def __init__(self, layer, k, states, connection):
-        super().__init__()
-        self.inner, self.k, self.states = layer, k, states
-        # Its parameters are not the layer's.
-        self.connection = [connection]
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
-
-
-def literal_of(case, plain, connected, kind):
-    """Puts the literal loop of ``kind`` into ``plain``, with copies of the connections of
-    ``connected``.
-
-    Returns:
-        The parameters by the names that they have in ``connected``.
-    """
-    named = {}
-    for path, parent, layers in case.places(plain):
-        connection = copy.deepcopy(connected.get_submodule(path)._modules[NAME])
-        found, states = getattr(parent, layers) if layers else parent, []
-        for k, layer in enumerate(found):
-            found[k] = kind(layer, k, states, connection)
-        for name, p in connection.named_parameters():
-            named[".".join(filter(None, (path, NAME, name)))] = p
-    return named | {name.replace(".inner.", "."): p for name, p in plain.named_parameters()}
-
-
-def outcome(case, model, named):
-    """The output and all gradients, by name."""
-    out = case.run(model)
-    out.square().mean().backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return {"output": out.detach(), **grads}
 
 
 def _timm():
@@ -220,13 +167,18 @@ def _timm():
     )
 
 
-def _hf(name, *parents, norm, run=lambda model: model(ids()).logits, **more):
-    return Case(lambda: fresh(name, **more), norm, parents, run)
-
-
 def _numbers(model, *shape):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, generator=generator).to(next(model.parameters()).dtype)
+
+
+def _text(model):
+    """The logits of two sentences, of which the second one ends with padding."""
+    mask = torch.ones_like(ids())
+    mask[1, -2:] = 0
+    config = getattr(model, "module", model).config  # DDP wraps a model.
+    more = {"decoder_input_ids": ids(seed=2)} if config.is_encoder_decoder else {}
+    return model(input_ids=ids() * mask, attention_mask=mask, **more).logits
 
 
 def _image(model):
@@ -238,47 +190,54 @@ def _vectors(model):
     return model(_numbers(model, 2, 7, D))
 
 
-def _seq2seq(model):
-    return model(input_ids=ids(), decoder_input_ids=ids(seed=2)).logits
+def _sound(model):
+    return model(_numbers(model, 2, 8, 20)).last_hidden_state
 
 
-_SIDES = ("model.encoder:layers", "model.decoder:layers")
+def _hf(name, *parents, norm="pre", run=_text, **more):
+    return Case(lambda: fresh(name, **more), norm, parents, run)
+
+
 CASES = {
     "torch post-norm": Case(torch_encoder, "post", (":layers",), _vectors),
     "torch pre-norm": Case(lambda: torch_encoder(True), "pre", (":layers",), _vectors),
     "sequential": Case(lambda: nn.Sequential(Block(), Block(), Block()), "pre", (":",), _vectors),
+    "timm": Case(_timm, "pre", (":blocks",), _image),
     "bert": _hf("BertForMaskedLM", "bert.encoder:layer", norm="post"),
     "modernbert": _hf(
-        "ModernBertForMaskedLM", "model:layers", norm="pre", local_attention=8,
-        global_attn_every_n_layers=3,
+        "ModernBertForMaskedLM", "model:layers", local_attention=8, global_attn_every_n_layers=3
     ),
-    "marian": _hf("MarianMTModel", *_SIDES, norm="post", run=_seq2seq),
-    "bart": _hf("BartForConditionalGeneration", *_SIDES, norm="post", run=_seq2seq),
-    "t5": _hf(
-        "T5ForConditionalGeneration", "encoder:block", "decoder:block", norm="pre", run=_seq2seq
+    "bart": _hf(
+        "BartForConditionalGeneration", "model.encoder:layers", "model.decoder:layers", norm="post"
     ),
-    "llama": _hf("LlamaForCausalLM", "model:layers", norm="pre"),
-    "vit": _hf(
-        "ViTForImageClassification",
-        "vit.encoder:layer" if TRANSFORMERS == 4 else "vit:layers", norm="pre", run=_image,
-    ),
-    "timm": Case(_timm, "pre", (":blocks",), _image),
-}  # fmt: skip
+    "t5": _hf("T5ForConditionalGeneration", "encoder:block", "decoder:block"),
+    "llama": _hf("LlamaForCausalLM", "model:layers"),
+    "vit": _hf("ViTForImageClassification", "vit:layers", run=_image),
+    "whisper": Case(lambda: fresh("WhisperModel").get_encoder(), "pre", (":layers",), _sound),
+    "gpt2": _hf("GPT2LMHeadModel", "transformer:h"),
+    "gpt_neox": _hf("GPTNeoXForCausalLM", "gpt_neox:layers"),
+    "neox, one by one": _hf("GPTNeoXForCausalLM", "gpt_neox:layers", use_parallel_residual=False),
+    "gemma2": _hf("Gemma2ForCausalLM", "model:layers"),
+}
+PRE_NORM = [name for name, case in CASES.items() if case.norm == "pre"]
+"""Attention residuals are for these."""
+SUBLAYERS = [name for name in PRE_NORM if name != "sequential"]
+"""Their sublayers are known."""
+READS = {"connection": "attnres", "sublayers": "auto"}
+GATED = READS | {"additive": "gated"}
 
 
-def batch(padded=False, labels=True):
-    """Two sentences; with padding the first one is shorter."""
+def batch(padded=False):
+    """Two sentences with labels; with padding the first one is shorter."""
     words = torch.randint(3, VOCAB, (2, LENGTH))
     found = {"input_ids": words}
     if padded:
         mask = torch.ones_like(words)
         mask[0, 5:] = 0
         found |= {"attention_mask": mask, "input_ids": words * mask}
-    if labels:
-        target = torch.randint(0, VOCAB, words.shape)
-        target[torch.rand(words.shape) < 0.4] = -100
-        found["labels"] = target
-    return found
+    target = torch.randint(0, VOCAB, words.shape)
+    target[torch.rand(words.shape) < 0.4] = -100
+    return found | {"labels": target}
 
 
 def of_loss(model, loss):
@@ -290,10 +249,14 @@ def of_loss(model, loss):
 
 
 def gradients(model, *outputs):
-    """Of the outputs' mean squares, by name."""
+    """Of the outputs' mean squares, by name, with the first output."""
     found = of_loss(model, sum(out.square().mean() for out in outputs))
-    del found["loss"]
-    return found
+    return found | {"output": outputs[0].detach()}
+
+
+def outcome(model, *outputs):
+    """With numbers that are drawn after the step: dropout has drawn the same number of them."""
+    return gradients(model, *outputs) | {"random": torch.rand(3)}
 
 
 def results(model, inputs):

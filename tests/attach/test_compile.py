@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import deepfast
-from tests.attach.models import CASES, Block, Loop, X, gradients, perturbed
+from tests.attach.layers import BOTH, connected
+from tests.attach.models import CASES, GATED, READS, Block, Loop, X, gradients
+from tests.attach.test_refusals import does, drops_behind
 
 
 @pytest.fixture(autouse=True)
@@ -14,59 +16,60 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def connected(name, kind="dlcl", recompute="none"):
-    """A connected model, its case, its output and its gradients."""
+def whole(model, backend):
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def method(model, backend):
+    """It does not trace the forward of torch's own classes: each call of a layer is a graph."""
+    model.compile(backend=backend)
+    return model
+
+
+def each_layer(model, backend):
+    """The pushes are outside of the layers' graphs."""
+    for module in model.modules():
+        if "attachment" in vars(module):
+            for layer in module:
+                layer.compile(backend=backend)
+    return model
+
+
+DENSE, ATTENTION = {"connection": "denseformer"}, {"connection": "attnres"}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("form", "name", "backend", "options"), [
+    (whole, "sequential", "aot_eager", {"recompute": "layer+input"}),
+    (whole, "torch pre-norm", "aot_eager", READS),
+    (method, "torch post-norm", "eager", {}),
+    (each_layer, "torch pre-norm", "aot_eager", {"recompute": "layer"}),
+    (each_layer, "sequential", "aot_eager", {"recompute": "layer+input"}),
+    (each_layer, "torch pre-norm", "aot_eager", READS),
+    *(pytest.param(*row, marks=SLOW) for row in (
+        (whole, "torch pre-norm", "eager", ATTENTION),
+        (whole, "bert", "aot_eager", {}),
+        (each_layer, "bert", "eager", {}),
+        (whole, "sequential", "aot_eager", DENSE | {"recompute": "layer"}),
+        (whole, "llama", "aot_eager", READS),
+        (whole, "timm", "aot_eager", GATED),
+        (whole, "t5", "aot_eager", READS),
+        (each_layer, "gpt_neox", "aot_eager", READS),
+    )),
+])  # fmt: skip
+def test_the_numbers_of_eager_code(form, name, backend, options):
+    """A graph rounds in other places."""
     case = CASES[name]
-    model = perturbed(case.make())
-    case.connect(model, kind, recompute=recompute)
+    model = case.connected(**options)
     out = case.run(model)
-    return model, case, out.detach(), gradients(model, out)
-
-
-def assert_same_as_eager(run, model, case, out, wanted):
-    """``run`` is ``model``, compiled; it rounds in other places."""
-    got = case.run(run)
+    wanted = gradients(model, out)
+    got = case.run(form(model, backend))
     torch.testing.assert_close(got, out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradients(model, got), wanted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "kind", "backend", "recompute"), [
-    ("torch post-norm", "dlcl", "eager", "none"),
-    ("torch pre-norm", "attnres", "eager", "none"),
-    ("sequential", "denseformer", "aot_eager", "layer"),
-    ("sequential", "dlcl", "aot_eager", "layer+input"),
-    ("bert", "dlcl", "aot_eager", "none"),
-    ("modernbert", "denseformer", "eager", "none"),
-    ("llama", "dlcl", "eager", "none"),
-])  # fmt: skip
-def test_the_whole_model(name, kind, backend, recompute):
-    """One graph."""
-    model, *eager = connected(name, kind, recompute)
-    assert_same_as_eager(torch.compile(model, backend=backend, fullgraph=True), model, *eager)
-
-
-@pytest.mark.parametrize("name", ["torch post-norm", "bert"])
-def test_the_compile_method(name):
-    """It does not trace the forward of torch's own classes: each call of a layer is a graph."""
-    model, *eager = connected(name)
-    model.compile(backend="eager")
-    assert_same_as_eager(model, model, *eager)
-
-
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [("torch pre-norm", "layer"), ("sequential", "none"), ("sequential", "layer+input"),
-     ("bert", "none")],
-)  # fmt: skip
-def test_each_layer(name, recompute):
-    model, case, *eager = connected(name, recompute=recompute)
-    for layer in case.layers(model):
-        layer.compile(backend="eager" if recompute == "none" else "aot_eager")
-    assert_same_as_eager(model, model, case, *eager)
-
-
 def test_more_layers_than_the_recompile_limit():
-    """The push is outside of a compiled layer, so that one graph serves all layers."""
+    """One graph serves all layers."""
     model = torch.nn.Sequential(*(Block() for _ in range(12)))
     deepfast.connect(model, norm="pre")
     wanted = model(X)
@@ -76,10 +79,10 @@ def test_more_layers_than_the_recompile_limit():
         torch.testing.assert_close(model(X), wanted)
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
-def test_a_pass_that_leaves_its_graph(layers):
+@SLOW
+def test_a_pass_that_leaves_its_graph():
     """A graph break inside of the loop gives the same numbers, or ends with a sentence."""
-    model = Loop(layers=layers)
+    model = Loop()
     deepfast.connect(model, norm="pre")
     wanted = model(X)
     model.blocks[1].register_forward_hook(lambda *_: torch._dynamo.graph_break())
@@ -91,3 +94,19 @@ def test_a_pass_that_leaves_its_graph(layers):
     else:
         torch.testing.assert_close(got, wanted)
     assert all(isinstance(block, Block) for block in model.blocks)
+
+
+@SLOW
+def test_names_that_no_run_has_checked():
+    model = connected(does(drops_behind), BOTH).eval()
+    run = whole(model, "eager")
+    with pytest.raises(Exception, match="run the model once before"):
+        run(X.double())
+    wanted = model(X.double())
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(X.double()), wanted)
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(ValueError, match="OptimizedModule; connect the model before you wrap it"):
+        deepfast.connect(torch.compile(Loop()), norm="pre")

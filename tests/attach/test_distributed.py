@@ -2,41 +2,19 @@
 plain one in the same process."""
 
 import copy
-import importlib.util
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import deepfast
-from tests.attach.models import CASES, assert_same, batch, perturbed
+from tests.attach.models import CASES, GATED, READS, Loss, assert_same, batch, perturbed
 
-MODELS = [
-    "torch pre-norm/none",
-    "torch pre-norm/layer+input",
-    "sequential/none",
-    "sequential/layer+input",
-    "torch pre-norm/sublayers",
-    "torch pre-norm/gated",
-]
-if importlib.util.find_spec("transformers") is not None:
-    MODELS += ["bert/none", "bert/layer+input", "bart/none", "bert/patch", "llama/patch",
-               "llama/loss", "llama/sublayers", "t5/sublayers"]  # fmt: skip
-FORMS = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in MODELS]
-
-
-class Loss(torch.nn.Module):
-    """The loss of a causal language model as a module to wrap."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        return deepfast.causal_lm_loss(self.model, **inputs)
+OPTIONS = {"none": {}, "again": {"recompute": "layer+input"}, "reads": READS, "gated": GATED}
+MODELS = ["torch pre-norm/gated", "sequential/again"]
+OF_TRANSFORMERS = ["bert/again", "bart/none", "bert/patch", "llama/patch", "llama/loss", "t5/reads"]
 
 
 def fsdp(model, case):
@@ -50,17 +28,9 @@ def fsdp(model, case):
 
 
 def step(form, name, what):
-    """what: the recompute policy of a connected model, "patch", "loss", or "sublayers" that read,
-    or "gated" that do so on top of the residual stream."""
-    case = CASES[name]
-    torch.manual_seed(0)
-    plain, inputs = perturbed(case.make()), batch(padded=True)
-    if what in ("sublayers", "gated"):
-        additive = what if what == "gated" else None
-        for made in case.connect(plain, "attnres", sublayers="auto", additive=additive).values():
-            perturbed(made)
-    elif what not in ("patch", "loss"):
-        case.connect(plain, recompute=what)
+    """what: one of `OPTIONS` of a connection, "patch", or "loss"."""
+    case, inputs = CASES[name], batch(padded=True)
+    plain = case.connected(**OPTIONS[what]) if what in OPTIONS else perturbed(case.make())
     wrapped = copy.deepcopy(plain)
     if what == "patch":
         if form == "fsdp":
@@ -71,11 +41,11 @@ def step(form, name, what):
         wrapped = Loss(wrapped)
 
     def loss(model):
-        if what in ("patch", "loss"):
-            out = model(**inputs)
-            return out if isinstance(out, torch.Tensor) else out.loss
+        if what == "loss":
+            return model(**inputs) if model is not plain else model(**inputs).loss
         # Each rank has its own.
-        return (case.run(model) - dist.get_rank()).square().mean()
+        out = model(**inputs).loss if what == "patch" else case.run(model) - dist.get_rank()
+        return out.square().mean()
 
     loss(plain).backward()
     expected = {n: p.grad for n, p in plain.named_parameters()}
@@ -92,8 +62,16 @@ def step(form, name, what):
         for n, p in wrapped.named_parameters()
     }
     found = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
-    assert_same(found, expected, 1e-5 if what in ("patch", "loss") else 1e-6)
+    assert_same(found, expected, 1e-6 if what in OPTIONS else 1e-5)
 
 
-def test_two_ranks(agree_on_ranks):
-    agree_on_ranks(2, step, FORMS)
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_two_ranks(agree_on_ranks, form):
+    agree_on_ranks(2, step, [f"{form}/{model}" for model in MODELS])
+
+
+@pytest.mark.slow
+def test_two_ranks_of_transformers(agree_on_ranks):
+    pytest.importorskip("transformers")
+    forms = [f"{form}/{model}" for form in ("ddp", "fsdp") for model in OF_TRANSFORMERS]
+    agree_on_ranks(2, step, forms)

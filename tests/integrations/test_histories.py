@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.integrations import CreateLayerHistory, LayerHistory
+from deepfast.integrations import CreateLayerHistory
 
 LAYERS, SHAPE = 6, (3, 2, 8)
 DIM = SHAPE[-1]
@@ -29,42 +29,6 @@ class Stack(nn.Module):
             x = self.history.pop()
             self.history.add(x + torch.tanh(layer(x)))
         return self.history.pop()
-
-
-def pair(ours, literal):
-    """Stacks with both histories and the same random weights: their names are the same."""
-    ours, literal = Stack(ours).double(), Stack(literal).double()
-    with torch.no_grad():
-        for p in literal.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    ours.load_state_dict(literal.state_dict())
-    return ours, literal
-
-
-def results(model, x, names):
-    parameters = dict(model.named_parameters())
-    out = model(x)
-    return [out, *torch.autograd.grad(out.sin().sum(), [x, *(parameters[n] for n in names)])]
-
-
-def assert_same(ours, literal):
-    ours, literal = pair(ours, literal)
-    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    names = [n for n, p in literal.named_parameters() if p.requires_grad]
-    for _ in range(2):
-        got, want = (results(model, x, names) for model in (ours, literal))
-        torch.testing.assert_close(got, want)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(x), literal(x))
-    for twin in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        torch.testing.assert_close(twin(x), literal(x))
-
-
-def args(kind, pre=True, **more):
-    return Namespace(
-        encoder_history_type=kind, encoder_normalize_before=pre, encoder_layers=LAYERS,
-        encoder_embed_dim=DIM, **more,
-    )  # fmt: skip
 
 
 class Literal(nn.Module):
@@ -100,38 +64,58 @@ class Literal(nn.Module):
         return x if row == 0 or self.pre else self.layer_norms[row - 1](x)
 
 
-CASES = [
+def history(kind, pre=True, window=-1, total=False):
+    more = {"encoder_integration_type": "sum"} if total else {}
+    args = Namespace(
+        encoder_history_type=kind, encoder_normalize_before=pre, encoder_layers=LAYERS,
+        encoder_embed_dim=DIM, encoder_windows_size=window, **more,
+    )  # fmt: skip
+    return CreateLayerHistory(args, True)
+
+
+def pair(*given, **options):
+    """Stacks with both histories and the same random weights: their names are the same."""
+    ours, literal = Stack(history(*given, **options)), Stack(Literal(*given, **options))
+    torch.testing.assert_close(
+        ours.history.state_dict(), literal.history.state_dict(), rtol=0, atol=0
+    )
+    with torch.no_grad():
+        for p in literal.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    ours.load_state_dict(literal.state_dict())
+    return ours.double(), literal.double()
+
+
+def results(model, x, names):
+    parameters = dict(model.named_parameters())
+    out = model(x)
+    return [out, *torch.autograd.grad(out.sin().sum(), [x, *(parameters[n] for n in names)])]
+
+
+@pytest.mark.parametrize(("kind", "pre", "options"), [
     ("learnable_dense", True, {}),
     ("learnable_dense", False, {}),
     ("learnable_dense_nonorm", True, {}),
     ("residual", True, {}),
     *(("dense", pre, {"window": w, "total": t})
       for pre in (True, False) for w in (-1, 1, 3) for t in (True, False)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "pre", "options"), CASES)
+])  # fmt: skip
 def test_layer_history(kind, pre, options):
-    more = {"encoder_windows_size": options.get("window", -1)}
-    if options.get("total"):
-        more["encoder_integration_type"] = "sum"
-    ours, literal = CreateLayerHistory(args(kind, pre, **more), True), Literal(kind, pre, **options)
-    assert ours.state_dict().keys() == literal.state_dict().keys()
-    torch.testing.assert_close(dict(ours.state_dict()), dict(literal.state_dict()), rtol=0, atol=0)
-    assert_same(ours, literal)
-
-
-def test_parameters_of_a_device_and_dtype():
-    history = LayerHistory(3, 4, "pre", device="meta", dtype=torch.float64)
-    assert {(p.device.type, p.dtype) for p in history.parameters()} == {("meta", torch.float64)}
+    ours, literal = pair(kind, pre, **options)
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    names = [n for n, p in literal.named_parameters() if p.requires_grad]
+    for _ in range(2):
+        torch.testing.assert_close(*(results(model, x, names) for model in (ours, literal)))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), literal(x))
+    for twin in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        torch.testing.assert_close(twin(x), literal(x))
 
 
 def test_frozen_weights_and_two_passes_at_once():
-    kind = "learnable_dense"
-    ours, literal = pair(CreateLayerHistory(args(kind), True), Literal(kind, True))
     xs = [torch.randn(SHAPE, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     found = []
-    for model in (ours, literal):
+    for model in pair("learnable_dense", True):
         model.history.requires_grad_(False)
         outs = [model(x) for x in xs]
         found.append(torch.autograd.grad(sum(out.sin().sum() for out in outs), xs))
@@ -139,38 +123,26 @@ def test_frozen_weights_and_two_passes_at_once():
 
 
 def test_the_decoder_has_its_own_arguments():
-    sizes = {"decoder_normalize_before": False, "decoder_layers": 2, "decoder_embed_dim": 5}
-    given = args("residual", decoder_history_type="learnable_dense", **sizes)
-    history = CreateLayerHistory(given, False)
-    assert (history.norm, history.num_layers, history.dim) == ("post", 2, 5)
-    assert CreateLayerHistory(args(None), True) is None
+    given = Namespace(
+        encoder_history_type=None, decoder_history_type="learnable_dense",
+        decoder_normalize_before=False, decoder_layers=2, decoder_embed_dim=5,
+    )  # fmt: skip
+    made = CreateLayerHistory(given, False)
+    assert (made.norm, made.num_layers, made.dim) == ("post", 2, 5)
+    assert CreateLayerHistory(given, True) is None
 
 
-def test_compiles(monkeypatch):
-    monkeypatch.setitem(globals(), "LAYERS", 2)
-    model = Stack(CreateLayerHistory(args("learnable_dense"), True))
-    x = torch.randn(SHAPE)
-    torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
-
-
-def history(kind, pre=True, start=False):
-    """A call of a layer history that `clean` has started or not."""
-    made = CreateLayerHistory(args(kind, pre), True)
-    if start:
-        made.clean()
+def test_refuses():
+    for kind, pre, words in (
+        ("gru", True, "must be one of .*, got 'gru'"),
+        ("residual", False, "'residual' is not a sum of layers in p"),
+        ("learnable_dense_nonorm", False, "needs encoder_normalize_before"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            history(kind, pre)
+    made = history("learnable_dense")
+    with pytest.raises(RuntimeError, match=r"call clean\(\) at the start"):
+        made.add(torch.zeros(1, DIM))
+    made.clean()
+    with pytest.raises(RuntimeError, match=r"call add\(x\) before pop\(\)"):
         made.pop()
-    made.add(torch.zeros(1, DIM))
-
-
-@pytest.mark.parametrize(("call", "error", "words"), [
-    (lambda: history("gru"), ValueError, "must be one of .*, got 'gru'"),
-    (lambda: history("residual", False), ValueError, "'residual' is not a sum of layers in p"),
-    (lambda: history("learnable_dense_nonorm", False), ValueError,
-     "needs encoder_normalize_before"),
-    (lambda: history("learnable_dense"), RuntimeError, r"call clean\(\) at the start"),
-    (lambda: history("learnable_dense", start=True), RuntimeError,
-     r"call add\(x\) before pop\(\)"),
-])  # fmt: skip
-def test_refuses(call, error, words):
-    with pytest.raises(error, match=words):
-        call()

@@ -7,21 +7,14 @@ from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
 from deepfast.memory.flops import recomputed_flops, step_flops
 from deepfast.memory.recording import _record, recording
 from deepfast.memory.table import describe, lines
-from deepfast.memory.timeline import peak_table
 from deepfast.nn import TransformerDecoder, TransformerEncoder
 
 MODEL = {"dim": 512, "tokens": 8192}
+# A loss over few words is counted faster.
 SMALL = MODEL | {"vocab_size": 2000}
-"""A loss over few words is counted faster."""
-KINDS = [
-    {"connection": "dlcl", "norm": "pre", "dtype": "bfloat16", "decoder_layers": 6},
-    {"connection": "dlcl", "norm": "post", "dtype": "float32", "decoder_layers": 0},
-    {"connection": "residual", "norm": "pre", "dtype": "float32", "decoder_layers": 6},
-    {"connection": "residual", "norm": "post", "dtype": "bfloat16", "decoder_layers": 0},
-    {"connection": "latent", "decoder_connection": "dlcl", "decoder_layers": 2},
-    {"connection": "attnres", "decoder_connection": "block_attnres", "decoder_layers": 6},
-    {"connection": "block_attnres", "reads": 1, "decoder_layers": 0},
-]
+LATENT = {"connection": "latent", "decoder_layers": 0}
+ATTENTION = {"connection": "attnres", "decoder_connection": "block_attnres", "decoder_layers": 6}
+POST = {"connection": "residual", "norm": "post", "dtype": "bfloat16", "decoder_layers": 0}
 
 
 @pytest.mark.parametrize(("text", "size", "written"), [
@@ -44,12 +37,15 @@ def test_what_is_no_size_is_one_sentence(text):
         parse_bytes(text)
 
 
-FREE = ("num_layers", "dim", "tokens")
+# A plan counts a small model for each width and each number of tokens that it tries.
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("free", FREE)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("free", "kind"), [
+    ("num_layers", LATENT), ("dim", POST), pytest.param("tokens", POST, marks=SLOW),
+    pytest.param("dim", ATTENTION, marks=SLOW),
+    pytest.param("tokens", {"decoder_connection": "dlcl", "decoder_layers": 2}, marks=SLOW),
+])  # fmt: skip
 def test_solving_inverts(free, kind):
     sizes = {"num_layers": 30, "dim": 512, "tokens": 4096}
     kind = kind | {"vocab_size": SMALL["vocab_size"]}
@@ -66,7 +62,7 @@ def test_solving_inverts(free, kind):
 
 
 def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
-    sizes = {"num_layers": 40, **MODEL}
+    sizes = {"num_layers": 40, **SMALL}
     smallest = plan(**sizes)
     assert smallest.fits
     assert smallest.budget == min(
@@ -77,23 +73,8 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
     assert plan(**sizes, recompute="ffn", decoder_recompute="none").budget > smallest.budget
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_more_of_anything_takes_more(kind):
-    base = {"num_layers": 20, "dim": 256, "tokens": 2048, "budget": "1TiB", "recompute": "ffn",
-            "vocab_size": 2000,
-            "decoder_recompute": "ffn" if kind["decoder_layers"] else None}  # fmt: skip
-    peak = plan(**base, **kind).peak
-    larger = {"num_layers": 40, "dim": 512, "tokens": 4096, "ffn_dim": 2048, "vocab_size": 4000,
-              "accumulate": 2}  # fmt: skip
-    for name, value in larger.items():
-        assert plan(**base | {name: value}, **kind).peak > peak
-    for less in ({"optimizer": "sgd"}, {"device": "cpu"}):
-        assert plan(**base, **kind, **less).peak < peak
-
-
-@pytest.mark.parametrize("connection", ["dlcl", "residual"])
-def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
-    sizes = {"num_layers": 30, **MODEL, "connection": connection}
+def test_a_smaller_budget_costs_time_and_never_more_memory():
+    sizes = {"num_layers": 30, **SMALL}
     smallest = plan(**sizes).budget
     most = plan(**sizes, budget="1TiB").peak
     before = 1.0
@@ -106,7 +87,7 @@ def test_a_smaller_budget_costs_time_and_never_more_memory(connection):
 
 
 def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
-    sizes = {"num_layers": 60, **MODEL, "decoder_layers": 0}
+    sizes = {"num_layers": 60, **SMALL, "decoder_layers": 0}
     pure = [plan(**sizes, budget="1TiB", recompute=p) for p in POLICIES]
     between = (pure[0].peak + pure[1].peak) // 2
     mixed = plan(**sizes, budget=between)
@@ -122,28 +103,23 @@ def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
     assert plan(**sizes, budget=between, recompute=changed).peak > between
 
 
-def test_given_policies_are_kept():
+def test_what_a_plan_says():
+    """Given policies are kept, and the table adds up."""
     names = ["layer+input"] * 5 + ["layer"] * 5 + ["none"] * 5
-    found = plan(budget="40GiB", num_layers=15, **MODEL, recompute=names, decoder_recompute="ffn")
+    sizes = {"num_layers": 15, **SMALL, "recompute": names, "decoder_recompute": "ffn"}
+    found = plan(budget="40GiB", **sizes)
     assert found.recompute == tuple(names)
     assert found.decoder_recompute == ("ffn",) * 6
-    assert describe(found.recompute, found.decoder_recompute) == (
-        "5 layer+input, 5 layer, 5 none from the bottom; decoder ffn"
-    )
-
-
-def test_the_table_adds_up():
-    found = plan(budget="24GiB", num_layers=30, **MODEL)
-    assert tuple(found.table) == (
-        "parameters", "gradients", "optimizer", "weight copies", "history", "activations",
-        "transient", "head", "allocator margin",
-    )  # fmt: skip
+    policies = "5 layer+input, 5 layer, 5 none from the bottom; decoder ffn"
+    assert describe(found.recompute, found.decoder_recompute) == policies
+    peak = format_bytes(found.peak, up=True)
+    assert repr(found) == f"Plan(15 layers, {policies}, peak {peak} of 40.0 GiB)"
     assert found.peak == sum(found.table.values())
     assert all(size >= 0 for size in found.table.values())
     assert found.table["parameters"] == 4 * found.sizes.parameters
     assert found.table["optimizer"] == 8 * found.sizes.parameters
-    assert plan(budget="24GiB", num_layers=30, **MODEL, device="cpu").table["allocator margin"] == 0
-    assert peak_table(found.sizes, found.recompute, found.decoder_recompute) == found.table
+    assert found.table["allocator margin"] > 0
+    assert plan(budget="40GiB", **sizes, device="cpu").table["allocator margin"] == 0
 
 
 def test_fewer_heads_of_keys():
@@ -163,18 +139,16 @@ def test_fewer_heads_of_keys():
     assert less.peak < more.peak
     assert step_flops(less.sizes) < step_flops(more.sizes)
     assert "8 heads (2 of the keys)" in lines(less)[0]
-    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads 8, got 3"):
-        plan(budget="1TiB", **sizes, num_kv_heads=3)
 
 
 def test_recomputation_is_that_of_the_design():
     """Shares of an encoder layer's matrix work, F = 4 D: 11%, and 22% plus attention."""
-    sizes = plan(budget="1TiB", num_layers=30, **MODEL, length=1).sizes
+    sizes = plan(budget="1TiB", num_layers=30, **SMALL, length=1).sizes
     work = 72 * sizes.dim**2 * sizes.tokens
     shares = [recomputed_flops(sizes.sides[0], policy) / work for policy in POLICIES]
     assert shares == pytest.approx([0, 8 / 72, 16 / 72, 16 / 72], abs=0.02)
     assert shares[-1] > shares[-2]
-    long = plan(budget="1TiB", num_layers=30, **MODEL, length=512).sizes
+    long = plan(budget="1TiB", num_layers=30, **SMALL, length=512).sizes
     assert recomputed_flops(long.sides[0], "layer") > recomputed_flops(sizes.sides[0], "layer")
     assert recomputed_flops(long.sides[0], "ffn") == recomputed_flops(sizes.sides[0], "ffn")
 
@@ -184,16 +158,11 @@ def test_recomputation_is_that_of_the_design():
      "three of them, got none for num_layers and dim"),
     ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
      "without a decoder, got 'ffn' for decoder_layers=0"),
-    ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
     ({"dim": 2.5}, r"dim: expected an integer of at least 1, got 2\.5"),
     ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
-    ({"dim": "wide"}, "dim: expected an integer of at least 1, got 'wide'"),
-    ({"num_heads": 7}, "num_heads: expected a divisor of dim 512, got 7"),
+    ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads 8, got 3"),
     ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
-    ({"norm": "rms"}, "norm: expected one of pre, post, got 'rms'"),
-    ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32, got 'float16'"),
     ({"recompute": "less"}, "^recompute: expected one of none, ffn, .*, got 'less'$"),
-    ({"recompute": ["none"]}, "one policy for each of 30 layers, got 1"),
     ({"recompute": "layer+input", "connection": "residual"}, "'layer.input' recomputes inputs"),
     ({"connection": "denseformer"},
      r"^connection: expected one of dlcl, .*, got 'denseformer', which plan counts as dlcl$"),
@@ -203,67 +172,52 @@ def test_recomputation_is_that_of_the_design():
     ({"connection": "attnres", "reads": 3}, "reads: expected at most 2, got 3"),
     ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
      "with dlcl and residual$"),
-    ({"connection": "attnres", "weight_type": "vector"},
-     "^weight_type: expected none without connection dlcl, got 'vector' with attnres and "
-     "residual$"),
-    ({"decoder_connection": "attnres", "decoder_layers": 0, "reads": 1}, "^reads: expected no"),
+    ({"connection": "attnres", "weight_type": "vector"}, "^weight_type: expected none without"),
     ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
-    ({"padding": float("nan")}, "padding: expected True or False, got nan"),
     ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
      "num_heads: expected an integer of at least 1, got 1.5"),
-    ({"budget": "much"}, "budget: expected bytes such as 24GiB"),
     ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
-    r"num_layers 1, got 1\."),
+     r"num_layers 1, got 1\."),
 ])  # fmt: skip
 def test_errors_say_what_expected_got(changes, message):
     with pytest.raises(ValueError, match=message):
-        plan(**{"budget": "24GiB", "num_layers": 30, **MODEL} | changes)
-
-
-def test_the_plan_in_one_line():
-    found = plan(num_layers=30, **MODEL, recompute=["layer"] * 10 + ["none"] * 20)
-    peak = format_bytes(found.peak, up=True)
-    assert repr(found).startswith("Plan(30 layers, 10 layer, 20 none from the bottom; decoder ")
-    assert f", peak {peak} of " in repr(found)
+        plan(**{"budget": "24GiB", "num_layers": 30, **SMALL} | changes)
 
 
 def test_advice_names_what_fits():
-    tight = plan(budget="8GiB", num_layers=60, **SMALL, recompute="none", decoder_recompute="none")
+    base = SMALL | {"decoder_layers": 0}
+    tight = plan(budget="6GiB", num_layers=60, **base, recompute="none")
     assert not tight.fits
     assert tight.advice.startswith("it fits with recompute policies ")
-    told = tight.what_fits
-    policies = {"recompute": told.recompute, "decoder_recompute": told.decoder_recompute}
-    assert plan(budget="8GiB", num_layers=60, **SMALL, **policies).fits
-    sizes = {"num_layers": 100, "dim": 512, "tokens": 65536, "vocab_size": 2000}
-    deep = plan(budget="12GiB", **sizes)
-    assert not deep.fits
-    told = deep.what_fits
-    assert deep.advice == (
-        f"what fits is {told.num_layers} layers or {told.tokens} tokens or {told.dim} wide; "
-        f"unchanged it needs a budget of {format_bytes(told.budget, up=True)}"
-    )
-    for name in ("num_layers", "tokens"):
-        assert plan(budget="12GiB", **sizes | {name: getattr(told, name)}).fits
-        assert not plan(budget="12GiB", **sizes | {name: getattr(told, name) + 1}).fits
-    none = plan(budget="1MiB", num_layers=2, **SMALL)
+    assert plan(budget="6GiB", num_layers=60, **base, recompute=tight.what_fits.recompute).fits
+    none = plan(budget="1MiB", num_layers=2, **base)
     assert none.advice.startswith("it needs a budget of ")
-    assert none.what_fits.budget == plan(num_layers=2, **SMALL).peak
+    assert none.what_fits.budget == plan(num_layers=2, **base).peak
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("num_heads", "budget", "step"),
-    [(None, "8GiB", 64), (6, "8GiB", 192), (6, "650MiB", 48), (6, "480MiB", 12)],
+    ("num_heads", "budget", "step"), [(None, "8GiB", 64), (6, "650MiB", 48), (6, "480MiB", 12)]
 )
-def test_the_width_advised_is_the_roundest_that_fits(num_heads, budget, step):
-    sizes = {"num_layers": 300, "tokens": 1024, "vocab_size": 1000, "decoder_layers": 1,
-             "num_heads": num_heads}  # fmt: skip
-    width = plan(budget=budget, dim=1536, **sizes).what_fits.dim
-    assert width % step == 0
-    assert plan(budget=budget, dim=width, **sizes).fits
-    assert not plan(budget=budget, dim=width + step, **sizes).fits
+def test_the_sizes_advised_are_the_roundest_that_fit(num_heads, budget, step):
+    sizes = {"num_layers": 300, "dim": 1536, "tokens": 1024, "vocab_size": 1000,
+             "decoder_layers": 1, "num_heads": num_heads}  # fmt: skip
+    found = plan(budget=budget, **sizes)
+    told = found.what_fits
+    most = {"layers": told.num_layers, "tokens": told.tokens, "wide": told.dim}
+    parts = " or ".join(f"{count} {noun}" for noun, count in most.items() if count is not None)
+    needed = format_bytes(told.budget, up=True)
+    assert found.advice == f"what fits is {parts}; unchanged it needs a budget of {needed}"
+    assert told.dim % step == 0
+    for name, more in (("num_layers", 1), ("tokens", 1), ("dim", step)):
+        if (count := getattr(told, name)) is not None:
+            assert plan(budget=budget, **sizes | {name: count}).fits
+            assert not plan(budget=budget, **sizes | {name: count + more}).fits
 
 
-@pytest.mark.parametrize(("free", "most"), [("num_layers", 1), ("tokens", 5), ("dim", 6)])
+@pytest.mark.parametrize(("free", "most"), [
+    ("num_layers", 1), pytest.param("tokens", 5, marks=SLOW), pytest.param("dim", 6, marks=SLOW),
+])  # fmt: skip
 def test_few_small_models_are_run(free, most):
     """A run takes about a second. The same question takes none."""
     sizes = {"num_layers": 40, "dim": 256, "tokens": 3000, "decoder_layers": 0} | {free: None}
@@ -276,6 +230,7 @@ def test_few_small_models_are_run(free, most):
     assert runs[1] == 0
 
 
+@SLOW
 def test_the_callers_settings_neither_matter_nor_change():
     sizes = {"dim": 96, "tokens": 500, "decoder_layers": 1, "vocab_size": 90, "num_layers": 3}
     expected = plan(**sizes, connection="latent").table
