@@ -36,6 +36,7 @@ TRANSFORMERS = {
     "vector": {"dlcl": {"weight_type": "vector", "init": "one", "window": 2}},
     "group, post": {"norm": "post", "encoder_connection": "residual", "decoder_connection": "dlcl",
                     "dlcl": {"weight_type": "group", "groups": 3, "softmax": True}},
+    "frozen": both("dlcl", dlcl={"weight_type": "vector", "learnable": False}),
     "denseformer": both("denseformer"),
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
@@ -95,6 +96,11 @@ CONFIGS = {
     for name, given in cases.items()
 }
 """Name -> the class of a config, and its fields."""
+
+
+SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
+        "Deep-Att", "Deep-ED")  # fmt: skip
+"""A model of each kind."""
 
 
 def config(name, **changes):

@@ -1,20 +1,17 @@
 """What every model of the toolkit does, for all kinds and options."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast.memory import POLICIES
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import load_model, save_checkpoint
 from tests.mt.models.kinds import (
     CONFIGS,
     LABELS,
     LSTMS,
     ONE_NORM,
     REAL,
+    SOME,
     SOURCE,
     TARGET,
     assert_steps_equal_forward,
@@ -27,8 +24,6 @@ from tests.mt.models.kinds import (
 NAMES = [name for name in CONFIGS if name not in LSTMS and " fusion, " not in name] + ONE_NORM
 NAMES += ["Deep-Att", "Deep-ED", "Deep-Att, plain", "Deep-ED, plain"]
 EVERY = pytest.mark.parametrize("name", NAMES)
-SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
-        "Deep-Att", "Deep-ED")  # fmt: skip
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -90,19 +85,6 @@ def test_loss_and_gradients_are_torchs_on_the_logits(name):
         torch.testing.assert_close(got[key], p.grad, msg=key)
         # In evaluation latent depth leaves layers out.
         assert name == "latent" or got[key].ne(0).any(), key
-
-
-@pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "as the code"])
-def test_a_checkpoint_gives_the_same_model(name, tmp_path):
-    model = make(name, torch.float32)
-    content = {"step": 1, "kind": kind_of(model.config), "config": asdict(model.config),
-               "model": model.state_dict(), "vocabulary": b"pieces", "recipe": {}}  # fmt: skip
-    save_checkpoint(tmp_path / "model.pt", content)
-    loaded, _ = load_model(tmp_path / "model.pt")
-    assert not any(module.training for module in loaded.modules())
-    assert learning(loaded).keys() == learning(model).keys()
-    with torch.no_grad():
-        assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
 
 
 @pytest.mark.parametrize("name", SOME)
