@@ -95,6 +95,6 @@ def _prepare(arguments):
 
 def test_processes_write_a_text_once(text, vocabulary, tmp_path):
     given = (text.source, text.target), vocabulary.to_bytes(), tmp_path / "cache"
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map(_prepare, [given] * 4, chunksize=1)
     assert len({(tuple(ids), inode) for _, ids, inode in found}) == 1

@@ -14,11 +14,7 @@ kinds = importlib.import_module("deepfast.mt.data.phrases")
 SIZES = {"train": 300, "dev": 30, "test": 60}
 
 
-@pytest.fixture(scope="module", params=kinds.LANGUAGES)
-def language(request):
-    return request.param
-
-
+@pytest.mark.parametrize("language", kinds.LANGUAGES)
 def test_parts(language):
     parts = phrases(language, **SIZES)
     assert {part: len(pairs) for part, pairs in parts.items()} == SIZES
@@ -47,19 +43,17 @@ def test_importing_the_corpus_needs_no_optional_package(monkeypatch):
     assert importlib.import_module("deepfast.mt.data").phrases is not phrases
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_same_in_another_process(python):
     """Each process has other hashes of text."""
     words = "from deepfast.mt.data import phrases; print(phrases('de', train=5, dev=0, test=0))"
     assert python("-c", words).stdout.strip() == str(phrases("de", train=5, dev=0, test=0))
 
 
-def test_another_language_is_refused():
+def test_what_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="one of de, fr, es, got 'it'"):
         phrases("it")
-
-
-def test_more_pairs_than_there_are(monkeypatch):
+    # More pairs than there are.
     monkeypatch.setattr(kinds, "PATIENCE", 5)
     monkeypatch.setitem(kinds.KINDS, "date", lambda *_: ("one", "eins"))
     with pytest.raises(ValueError, match="got 4 pairs and no new phrase of the kind 'date'"):
@@ -75,19 +69,15 @@ def test_without_the_packages_the_extra_is_named(monkeypatch, missing):
         phrases("de", train=100, dev=0, test=0)
 
 
-@pytest.mark.parametrize(
-    ("number", "to", "language", "expected"),
-    [
-        (21_000, "cardinal", "es", "veintiún mil"),
-        (101_001, "cardinal", "es", "ciento un mil uno"),
-        (1_031_000, "cardinal", "es", "un millón treinta y un mil"),
-        (81, "cardinal", "fr", "quatre-vingt-un"),
-        (1996, "year", "de", "neunzehnhundertsechsundneunzig"),
-        (1996, "year", "en", "nineteen ninety-six"),
-    ],
-)
-def test_words(number, to, language, expected):
-    assert kinds.words(number, language, to) == expected
+def test_numbers_in_words():
+    for number, language, to, expected in (
+        (21_000, "es", "cardinal", "veintiún mil"),
+        (101_001, "es", "cardinal", "ciento un mil uno"),
+        (1_031_000, "es", "cardinal", "un millón treinta y un mil"),
+        (81, "fr", "cardinal", "quatre-vingt-un"),
+        (1996, "en", "year", "nineteen ninety-six"),
+    ):
+        assert kinds.words(number, language, to) == expected
 
 
 PHRASES = {

@@ -27,21 +27,25 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])
-def test_gzip_is_recognised_by_content(tmp_path, name):
-    lines = ["Grüße", "", "zwei"]
+def test_a_file_a_pipe_and_standard_input_are_read_alike(tmp_path, monkeypatch, name):
+    """Gzip is recognised by its content."""
+    lines = ["Grüße", "", "zwei\x0cdrei"]
     write_lines(tmp_path / name, lines)
-    assert read_lines(tmp_path / name) == lines
-    assert (tmp_path / name).read_bytes().startswith(b"\x1f\x8b") == (name == "text.gz")
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(b"\x1f\x8b") == (name == "text.gz")
     (tmp_path / name).rename(tmp_path / "other.gz")
     assert read_lines(tmp_path / "other.gz") == lines
-
-
-def test_reads_a_pipe():
     reader, writer = os.pipe()
-    os.write(writer, b"hello\nworld\n")
+    os.write(writer, content)
     os.close(writer)
-    assert read_lines(f"/dev/fd/{reader}") == ["hello", "world"]
+    assert read_lines(f"/dev/fd/{reader}") == lines
     os.close(reader)
+    for given, read in ((content, lines), (b"\xef\xbb\xbfa\r\nb\n", ["a", "b"]), (b"", [])):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert read_standard_input() == read
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="expected text, got a closed stream"):
+        read_standard_input()
 
 
 @pytest.mark.parametrize(
@@ -111,13 +115,3 @@ def test_write_atomically(tmp_path, monkeypatch):
         write_atomically(path, b"other")
     assert path.read_bytes() == b"new"
     assert {p.name for p in tmp_path.iterdir()} == {"out", "touched"}
-
-
-def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
-    for content in (b"\xef\xbb\xbfa\r\nb\x0cc", gzip.compress(b"a\n\nb\n"), b"", b"\x1f"):
-        (tmp_path / "text").write_bytes(content)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        assert read_standard_input() == read_lines(tmp_path / "text")
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(DataError, match="expected text, got a closed stream"):
-        read_standard_input()

@@ -10,7 +10,7 @@ import torch
 from sentencepiece import SentencePieceTrainer
 
 from deepfast.files import DataError, MissingPackage
-from deepfast.mt.data import Vocabulary, split_tag, tag_of
+from deepfast.mt.data import Vocabulary, split_tag
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -57,9 +57,10 @@ def test_training_is_deterministic_and_silent(vocabulary, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_every_digit_is_a_piece():
-    vocabulary = Vocabulary.train(["in 1996 and 1996"] * 20, 60, at_most=True)
+def test_every_digit_is_a_piece_and_long_sentences_take_part():
+    vocabulary = Vocabulary.train(["in 1996 and 1996", "ab " * 3000 + "ß"], 60, at_most=True)
     assert [p for p in vocabulary.pieces("1996") if p != "▁"] == ["1", "9", "9", "6"]
+    assert 1 not in vocabulary.encode("ß")
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,6 @@ def test_a_wrong_size_names_the_limit(size, limit):
 def test_nothing_to_learn_from(nothing):
     with pytest.raises(DataError, match="size 100 cannot be learned: the sentences have no text"):
         Vocabulary.train(nothing, 100)
-
-
-def test_long_sentences_take_part():
-    long = "ab " * 3000 + "ß"
-    assert 1 not in Vocabulary.train(["ab ab", long], 12, at_most=True).encode("ß")
 
 
 def test_copies_are_equal(vocabulary, tmp_path):
@@ -116,31 +112,24 @@ def test_a_target_with_its_own_pieces(vocabulary, tmp_path):
         Vocabulary.from_bytes(content[:-40])
 
 
-def test_truncated_file(vocabulary, tmp_path):
+def test_what_is_no_whole_vocabulary(vocabulary, tmp_path):
     """A cut between two fields, which end in the first part, leaves what parses as a model."""
     model, path = vocabulary.to_bytes(), tmp_path / "bpe.model"
-    for cut in (*range(30, 2000), *random.Random(1).sample(range(2000, len(model) - 1), 50)):
+    cuts = (*range(30, 2000), *random.Random(1).sample(range(2000, len(model) - 1), 50))
+    others = b"", b"hello, this is text\n" * 9, b"\0" * 99, b"\xff" * 99
+    for content in (*(model[:cut] for cut in cuts), *others):
         with pytest.raises(DataError, match="vocabulary: "):
-            Vocabulary.from_bytes(model[:cut])
+            Vocabulary.from_bytes(content)
     path.write_bytes(model[:-9])
     with pytest.raises(DataError, match=r"bpe\.model: expected a whole sentencepiece model"):
         Vocabulary.load(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello, this is text\n" * 9, b"\0" * 99, b"\xff" * 99])
-def test_what_is_no_vocabulary(content):
-    with pytest.raises(DataError, match="vocabulary: expected a whole sentencepiece model"):
-        Vocabulary.from_bytes(content)
-
-
-def test_foreign_ids_are_refused():
-    model = io.BytesIO()
+    foreign = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=60, minloglevel=2,
+        sentence_iterator=iter(SENTENCES), model_writer=foreign, vocab_size=60, minloglevel=2,
         hard_vocab_limit=False,
     )  # fmt: skip
     with pytest.raises(DataError, match="must have the ids 0, 1, 2, 3, got"):
-        Vocabulary.from_bytes(model.getvalue())
+        Vocabulary.from_bytes(foreign.getvalue())
 
 
 def test_without_sentencepiece_the_extra_is_named(monkeypatch):
@@ -165,12 +154,14 @@ def test_tags_are_one_token_in_front():
 
 
 def test_split_tag():
-    assert split_tag("<de> a  b") == ("<de>", "a  b")
-    assert split_tag("<de>\t\u00a0a") == ("<de>", "a")
-    assert split_tag("<de>") == ("<de>", "")
-    assert split_tag("a <de> b") == (None, "a <de> b")
-    assert split_tag("<b c> d") == (None, "<b c> d")
-    assert tag_of("de") == "<de>"
+    for line, expected in (
+        ("<de> a  b", ("<de>", "a  b")),
+        ("<de>\t\u00a0a", ("<de>", "a")),
+        ("<de>", ("<de>", "")),
+        ("a <de> b", (None, "a <de> b")),
+        ("<b c> d", (None, "<b c> d")),
+    ):
+        assert split_tag(line) == expected
 
 
 def test_whole_words():

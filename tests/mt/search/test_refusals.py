@@ -5,15 +5,12 @@ import re
 from functools import partial
 
 import pytest
-import torch
 
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.search import (
     DecodingOptions,
     Ensemble,
-    beam_search,
     bleu,
-    score_hypotheses,
     translate_lines,
     tune,
 )
@@ -21,7 +18,6 @@ from tests.mt.search.conftest import lively
 
 OPTIONS = [
     ({"beam": 0}, "beam: expected an integer of at least 1 and at most 65536, got 0"),
-    ({"beam": 2.0}, "beam: expected an integer of at least 1 and at most 65536, got 2.0"),
     ({"nbest": 5}, "nbest: expected at most beam 4, got 5"),
     ({"max_length": 0}, "max_length: expected an integer of at least 1 or null, got 0"),
     ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1, got 0"),
@@ -42,7 +38,6 @@ REFUSED = [
     (partial(bleu, ["a"], "text"), "references must be a list of sentences, got 'text'"),
     (partial(bleu, ["a"], [["a"]]), "references must be a list of sentences, got [['a']]"),
     (partial(bleu, [None], ["a"]), "hypotheses must be a list of sentences, got [None]"),
-    (partial(bleu, ["a"], None), "references must be a list of sentences, got None"),
     (partial(bleu, ["a"], ["a"], tokenize="mecab"), "tokenize must be one of 13a, none, intl, "),
     (partial(Ensemble, []), "target_vocab_size, got none"),
     (partial(Ensemble, [lively(60), lively(9)]), "got [(9, 9), (60, 60)]"),
@@ -70,11 +65,3 @@ def test_refused_for_these_models(model, vocabulary):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             call()
-
-
-def test_nothing_to_translate_or_to_score(model, vocabulary):
-    assert translate_lines(model, vocabulary, []) == []
-    assert translate_lines(model, vocabulary, ["", " "]) == ["", ""]
-    nothing = torch.zeros(0, 4, dtype=torch.int64)
-    assert beam_search(model, nothing) == score_hypotheses(model, nothing, []) == []
-    assert score_hypotheses(model, torch.tensor([[5, 3], [6, 3]]), [[], []]) == [[], []]

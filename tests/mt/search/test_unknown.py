@@ -75,12 +75,12 @@ def test_a_dictionary_replaces_the_marks_of_a_translation(
     assert text == (expected if replace_unknown or "rare" not in said else "⁇ ⁇ c v")
 
 
-@pytest.mark.parametrize("word", ["the", "bridge"])
-def test_behind_a_language_tag_the_same_word(word):
+def test_behind_a_language_tag_the_same_word():
     vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
     line = "<de>  the\x0bold bridge"
-    place = last_piece(vocabulary, line, word)
-    assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
+    for word in ("the", "bridge"):
+        place = last_piece(vocabulary, line, word)
+        assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
     # Most attention may be on the tag, but it is no word.
     assert aligned_words(Looks([0]), vocabulary, line, [[UNK]], {})[0][0] in line.split()[1:]
 
@@ -88,10 +88,9 @@ def test_behind_a_language_tag_the_same_word(word):
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
 def test_every_model_with_attention(model, grown_model, vocabulary, monkeypatch, kind):
     lstm = recurrent(len(vocabulary))
-    chosen = {
-        "transformer": model, "depth_growing": grown_model,
-        "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
-    }[kind]  # fmt: skip
+    models = model, grown_model, lstm, Ensemble([model, lstm])
+    names = "transformer", "depth_growing", "fast_forward_lstm", "both"
+    chosen = models[names.index(kind)]
     step = chosen.step
 
     def unknown(tokens, state):
@@ -101,13 +100,11 @@ def test_every_model_with_attention(model, grown_model, vocabulary, monkeypatch,
         return logits
 
     monkeypatch.setattr(chosen, "step", unknown)
+    given = {"beam": 2, "max_length": 3}
     plain, replaced = (
-        translate_nbest(
-            chosen, vocabulary, [LINE, "boats"],
-            DecodingOptions(beam=2, max_length=3, replace_unknown=replace),
-        )
-        for replace in (False, True)
-    )  # fmt: skip
+        translate_nbest(chosen, vocabulary, [LINE, "boats"], DecodingOptions(**given | more))
+        for more in ({}, {"replace_unknown": True})
+    )
     assert all("⁇" in best[0].text for best in plain)
     assert set(replaced[0][0].text.split()) <= set(LINE.split())
     assert replaced[1][0].text.split() == ["boats"]
@@ -117,7 +114,7 @@ def test_every_model_with_attention(model, grown_model, vocabulary, monkeypatch,
 @pytest.mark.parametrize("make", [lively, grown])
 def test_a_transformer_tells_its_cross_attention(make):
     """With one head, the alignment must be the weights of the values in the last layer."""
-    model = make(20, num_heads=1).eval()
+    model = make(20, num_heads=1)
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
     weights = model.alignment(source, target)
