@@ -52,19 +52,17 @@ def test_an_output_that_is_no_plain_word(recipe_path, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.count("\n") == 2
 
 
-@pytest.mark.parametrize(
-    ("rank", "local", "said"),
-    [("0", "0", "deepfast mt train: x: "), ("2", "0", "deepfast mt train: rank 2: x: "),
-     ("1", "1", "")],
-)  # fmt: skip
-def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(
-    recipe_path, monkeypatch, capsys, rank, local, said
-):
+def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(recipe_path, monkeypatch, capsys):
     """Each machine may have another file."""
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local)
-    assert main(["mt", "train", str(recipe_path), "x=1"]) == 1
-    assert capsys.readouterr().err.partition("unknown key")[0] == said
+    for rank, local, said in (
+        ("0", "0", "deepfast mt train: x: "),
+        ("2", "0", "deepfast mt train: rank 2: x: "),
+        ("1", "1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert main(["mt", "train", str(recipe_path), "x=1"]) == 1
+        assert capsys.readouterr().err.partition("unknown key")[0] == said
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tests.mt.training.runs import rows
 
 WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
         "model.encoder_layers": 6, "model.dim": 32, "model.ffn_dim": 128}  # fmt: skip
+NOT_PLANNED = {"model.encoder_connection": "attnres", "model.share_embeddings": "none"}
 
 
 @pytest.fixture
@@ -21,20 +22,20 @@ def limits(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "policies"),
-    [({}, ("none", "ffn", "layer+input")),
-     ({"model.encoder_connection": "attnres", "model.share_embeddings": "none"}, ("ffn",))],
+    ("changes", "saving"),
+    [
+        ({}, [{"recompute": "ffn"}, {"recompute": "layer+input"}, {"memory_budget": "1GiB"}]),
+        (NOT_PLANNED, [{"recompute": "ffn"}]),
+    ],
     ids=["planned", "nothing planned"],
-)  # fmt: skip
-def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path, changes, policies):
+)
+def test_a_policy_changes_memory_and_nothing_else(make_recipe, tmp_path, changes, saving):
     """The losses are the same to the bit under every policy, also with a plan and a trial."""
-    seen = {}
-    saving = [{"recompute": policy} for policy in policies]
-    saving += [] if changes else [{"memory_budget": "1GiB"}]
+    seen = []
     for number, saves in enumerate(({}, *saving)):
         output = {"output": str(tmp_path / str(number))}
         result = train(make_recipe(WIDE | changes | output | saves), quiet=True)
-        seen[number] = [(row["step"], row["loss"]) for row in rows(result.output, "train")]
+        seen.append([(row["step"], row["loss"]) for row in rows(result.output, "train")])
         assert len(rows(result.output, "memory")) == ("memory_budget" in saves)
         # The checkpoint's model and config do not name the policies.
         assert "recompute" not in load_checkpoint(result.checkpoint)["config"]
@@ -51,25 +52,21 @@ def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys):
     assert "none" not in row["policies"].split(";")[0]
     assert f"recompute policies: {row['policies']}\n" in text
     assert "\nit fits\n" in text
-    assert " predicted, " in text
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_prediction_holds_for_full_batches(make_trainer, limits, share):
+def test_the_prediction_holds_for_full_batches(make_trainer, limits):
     """The largest micro-batch has fewer tokens than max_tokens; with its tokens the plan holds."""
     most, least = limits
-    budget = int(least + share * (most - least))
-    trainer = make_trainer(WIDE | {"memory_budget": f"{budget}B"})
-    batch = trainer.corpus.batches.largest()
-    row = fit_memory(trainer, lambda _: None)
-    filled = (batch.source_tokens + batch.target_tokens) / 1200
-    assert 0.6 < filled <= 1
-    assert 0.9 * filled < row["measured_bytes"] / row["predicted_bytes"] < 1.05
-
-
-def test_accumulation_holds_gradients_beside_activations(make_trainer):
-    once, twice = (make_trainer(WIDE | {"optim.accumulate": n}).measure() for n in (1, 3))
-    assert twice > once
+    for budget in (least, (least + most) // 2, most):
+        trainer = make_trainer(WIDE | {"memory_budget": f"{budget}B"})
+        batch = trainer.corpus.batches.largest()
+        row = fit_memory(trainer, lambda _: None)
+        filled = (batch.source_tokens + batch.target_tokens) / 1200
+        assert 0.6 < filled <= 1
+        assert 0.9 * filled < row["measured_bytes"] / row["predicted_bytes"] < 1.05
+    # Accumulation holds gradients beside activations.
+    once, thrice = (make_trainer(WIDE | {"optim.accumulate": n}).measure() for n in (1, 3))
+    assert thrice > once
 
 
 def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):

@@ -21,16 +21,29 @@ FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.
          "data.dev_target=b.de"]  # fmt: skip
 
 
-def test_python_s_own_kinds_of_paths_and_lists():
+def test_values_as_python_and_text_give_them(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
     section = DataSection(train_source=Path("a"), train_target=Path("~/b"), languages=("de", "fr"))
     assert (section.train_source, section.languages) == ("a", ["de", "fr"])
-    assert section.train_target == str(Path.home() / "b")
+    assert section.train_target == "/home/me/b"
     assert OptimSection(betas=[0, 0.5], lr=1) == OptimSection(betas=(0.0, 0.5), lr=1.0)
     for wrong in ({"lr": 0}, {"warmup": 1.0}, {"betas": (0.9,)}):
         with pytest.raises(RecipeError, match=f"^optim.{next(iter(wrong))}: expected a"):
             OptimSection(**wrong)
     with pytest.raises(RecipeError, match=r"^data: expected DataSection, got \{\}$"):
         Recipe(data={})
+    # A path may begin with the home.
+    paths = ["data.vocabulary=~/v", "output=~/o", "grow.from=~/f"]
+    recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
+    assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
+    found = recipe.data.vocabulary, recipe.output, recipe.grow["from"]
+    assert found == ("/home/me/v", "/home/me/o", "/home/me/f")
+    # YAML 1.1 reads the code of Norwegian as false.
+    for names in ("[no, sv]", "no,sv", "[on, off]", "[y, n]"):
+        recipe = load_recipe("latent", [f"data.languages={names}", *FILES])
+        assert recipe.data.languages == names.strip("[]").replace(" ", "").split(",")
+        assert recipe_from_dict(recipe.to_dict()).data.tags == recipe.data.tags
+    assert load_recipe("dlcl30", ["data.target_language=no"]).data.target_language == "no"
 
 
 @pytest.mark.parametrize(
@@ -74,24 +87,6 @@ def test_overrides_replace_nested_values_and_a_file_gives_them_back(tmp_path):
     assert plain.model_config(vocab_size=9).latent == {}
 
 
-def test_a_path_may_begin_with_the_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    paths = ["data.vocabulary=~/v", "output=~/o", "grow.from=~/f"]
-    recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
-    assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
-    found = recipe.data.vocabulary, recipe.output, recipe.grow["from"]
-    assert found == ("/home/me/v", "/home/me/o", "/home/me/f")
-
-
-def test_languages_are_text():
-    """YAML 1.1 reads the code of Norwegian as false."""
-    for names in ("[no, sv]", "no,sv", "[on, off]", "[y, n]"):
-        recipe = load_recipe("latent", [f"data.languages={names}", *FILES])
-        assert recipe.data.languages == names.strip("[]").replace(" ", "").split(",")
-        assert recipe_from_dict(recipe.to_dict()).data.tags == recipe.data.tags
-    assert load_recipe("dlcl30", ["data.target_language=no"]).data.target_language == "no"
-
-
 def test_differences_of_sections():
     new = {"model": {"dlcl": {"window": 2}}, "parallel": {"kind": "ddp"}}
     old = {"model": {}, "parallel": {"kind": "auto"}}
@@ -103,7 +98,6 @@ LONG = "x" * 5000
 REFUSED = {
     "phrases-small": [
         ("optim.lrr=3", "optim.lrr: unknown key, the nearest one is lr"),
-        ("optim.x=3", "optim.x: unknown key, expected lr, warmup, schedule, "),
         ("optim={1: 2}", "optim.1: unknown key"),
         ("option.lr=3", "option: unknown key, the nearest one is optim"),
         ("optim.lr", "expected key=value"),

@@ -14,52 +14,48 @@ from deepfast.mt.training.run_folder import prune
 from deepfast.mt.training.trainer import Trainer, Validation
 from tests.mt.training.runs import assert_same_runs, at_step, die, names, rows
 
-FIRST, SECOND, THIRD = (f"step-{step:08d}" for step in (4, 8, 12))
-
-EPOCH = {"optim.accumulate": 3}
-NEXT_EPOCH = {"data.max_tokens": 400, "train.deterministic": True}
-WINDOW = {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}
-OPTIONS = {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
-           "model.decoder_connection": "dlcl"}  # fmt: skip
-LSTM = {"model": {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
-                  "decoder_layers": 2, "dropout": 0.2}}  # fmt: skip
+LSTM = {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
+        "decoder_layers": 2, "dropout": 0.2}  # fmt: skip
 GROW = {"grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection": "dlcl",
         "grow.optim.accumulate": 3, "grow.train.precision": "bfloat16",
         "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True,
         "grow.train.max_steps": 5, "train.max_steps": 6, "train.save_every": 2,
         "train.validate_every": 3}  # fmt: skip
 KILLED = {
-    "in an epoch, the metrics of a line cut in two": (9, EPOCH | WINDOW),
-    "in the next epoch, other options": (11, OPTIONS | NEXT_EPOCH),
+    "in an epoch, the metrics of a line cut in two": (9, {
+        "optim.accumulate": 3, "train.precision": "bfloat16", "train.log_every": 3,
+        "train.save_every": 5}),
+    "in the next epoch, other options": (11, {
+        "model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
+        "model.decoder_connection": "dlcl", "data.max_tokens": 400, "train.deterministic": True}),
     "latent depth": (5, {
         "model.decoder_connection": "latent", "model.decoder_layers": 4, "train.max_steps": 8,
         "model.latent": {"hard": True, "soft_steps": 3, "prior": "mean", "kl_weight": 0.1}}),
-    "LSTM, two vocabularies": (6, LSTM | {
-        "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
+    "LSTM, two vocabularies": (6, {
+        "model": LSTM, "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
         "data.target_vocab_size": 60, "train.max_steps": 8}),
-}  # fmt: skip
-"""Name -> the step in which the run is killed, and its recipe. `MORE` runs with --all-cases."""
-MORE = {
-    "before the second run saved": (2, GROW),
-    "attention residuals": (7, {
+    "attention residuals, fewer micro-batches after the restart": (5, {
         "model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
-        "model.decoder_layers": 2}),
-    "fewer micro-batches after the restart": (5, EPOCH | {
-        "optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1,
-        "data.max_tokens": 60, "train.save_every": 1, "train.max_steps": 6}),
+        "model.decoder_layers": 2, "optim.accumulate": 3, "optim.restart_step": 2,
+        "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1, "data.max_tokens": 60,
+        "train.save_every": 1, "train.max_steps": 6}),
+    "before the second run saved": (2, GROW),
     "in the second run of one that grows": (5, GROW),
 }  # fmt: skip
-ON_A_GPU = {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"}
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+"""Name -> the step in which the run is killed, and its recipe."""
+ON_A_GPU = (7, {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"})
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*KILLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE),
-     pytest.param("on a GPU", marks=[pytest.mark.gpu, NO_GPU])],
-)  # fmt: skip
-def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case):
-    step, changes = (KILLED | MORE | {"on a GPU": (7, ON_A_GPU)})[case]
+    ("step", "changes"),
+    [*KILLED.values(), pytest.param(*ON_A_GPU, marks=GPU)],
+    ids=[*KILLED, "on a GPU"],
+)
+def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, step, changes):
     grows = "grow.train.max_steps" in changes
     whole = whole_run(changes).output
     killed_at(step, changes, model=DepthGrowing if grows else torch.nn.Module)
@@ -71,18 +67,20 @@ def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case
         assert_same_runs(whole.with_name("stage1"), resumed.with_name("stage1"))
 
 
-def damage(path):
-    """Cuts the last byte from a file of the step."""
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_a_damaged_newest_step_is_named_and_without_it_the_run_goes_on(make_recipe, finished):
+def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(
+    make_recipe, finished
+):
     folder = finished()
-    damage(folder / THIRD)
-    with pytest.raises(CheckpointError, match=rf"^{folder / THIRD}: .* damaged"):
+    shutil.rmtree(folder / "step-00000004")
+    before = {path: path.stat().st_ino for path in folder.glob("step-*")}
+    train(make_recipe({"resume": True}), quiet=True)
+    assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
+    last = folder / "step-00000012"
+    file = last / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"^{last}: .* damaged"):
         train(make_recipe({"resume": True}), quiet=True)
-    shutil.rmtree(folder / THIRD)
+    shutil.rmtree(last)
     assert train(make_recipe({"resume": True}), quiet=True).step == 12
 
 
@@ -131,14 +129,6 @@ def test_steps_that_are_not_planned_are_not_kept(tmp_path):
     assert sorted(tmp_path.iterdir()) == kept
 
 
-def test_a_finished_run_saves_no_step_again(make_recipe, finished):
-    folder = finished()
-    shutil.rmtree(folder / FIRST)
-    before = {path: path.stat().st_ino for path in folder.glob("step-*")}
-    train(make_recipe({"resume": True}), quiet=True)
-    assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
-
-
 def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, tmp_path):
     def prepare(patch):
         # As after SIGKILL: the folder does not get its name, nothing removes it.
@@ -146,8 +136,7 @@ def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, 
         patch.setattr(saving.shutil, "rmtree", lambda *args, **options: None)
 
     killed_at(8, prepare=prepare)
-    part = tmp_path / "run" / f".{SECOND}.part"
-    assert part.is_dir()
+    assert (tmp_path / "run" / ".step-00000008.part").is_dir()
     (tmp_path / "run" / ".best.pt.7.part").touch()
     train(make_recipe({"resume": True}), quiet=True)
     assert not list((tmp_path / "run").glob(".*.part"))

@@ -1,8 +1,10 @@
-"""Whole runs: the files they write, how they stop, and that resuming continues the same run."""
+"""Whole runs: the files they write, what they say, how they stop, and going on with them."""
 
+import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.models.checkpoint import load_model, read_run
+from deepfast.mt.search import bleu
+from deepfast.mt.search.score import bleu_of_counts, counts_of
 from deepfast.mt.training import (
     CheckpointError,
     NotFiniteError,
+    RecipeError,
     TrainingError,
     average_checkpoints,
     load_checkpoint,
@@ -20,12 +25,18 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.run_folder import only_run
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, at_step, names, rows
+from tests.mt.training.runs import assert_same_runs, at_step, files_of, names, rows
 
 
-def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
-    changes = {"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0}
-    recipe = make_recipe(changes | {"train.log_every": 20})
+def interrupt(trainer, number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_a_run_learns_and_leaves_its_files(make_recipe, corpus, capsys, lowercase):
+    recipe = make_recipe({"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0,
+                          "train.log_every": 20, "train.test_bleu": True,
+                          "data.lowercase": lowercase})  # fmt: skip
     result = train(recipe, quiet=True)
     assert capsys.readouterr().out == ""
     losses, validations = (rows(result.output, event) for event in ("train", "valid"))
@@ -38,7 +49,6 @@ def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
                                     "step-00000056", "step-00000060"]  # fmt: skip
     assert result.checkpoint.name == "step-00000060"
     assert result.for_translation in (result.best, result.average)
-    assert {"recipe.yaml", "vocabulary.model"} < {path.name for path in result.output.iterdir()}
     last = [result.output / f"step-{step:08d}" for step in (56, 60)]
     average, expected = load_checkpoint(result.average)["model"], average_checkpoints(last)
     assert all(torch.equal(average[name], expected[name]) for name in expected)
@@ -47,18 +57,55 @@ def test_a_run_learns_and_leaves_its_files(make_recipe, capsys):
         vocabulary = Vocabulary.from_bytes(serialised)
         assert not model.training
         assert model.config == recipe.model_config(len(vocabulary))
-        assert vocabulary.decode(vocabulary.encode("das Haus")) == "das Haus"
+        assert vocabulary.decode(vocabulary.encode("das rot")) == "das rot"
+
+    found = json.loads((result.output / "result.json").read_text())
+    assert (found["step"], found["stopped"]) == (60, "max_steps")
+    assert (found["best_nll"], found["average_nll"]) == (result.best_nll, result.average_nll)
+    assert found["step_seconds"] > 0
+    assert found["peak_bytes"] > 4 * found["parameters"] > 4000
+    assert {"cpu", "torch", "commit"} <= found["machine"].keys()
+    # The counts of the sentences give the BLEU, of references of the text's case.
+    references = (corpus / "test.de").read_text().splitlines()
+    references = [line.lower() if lowercase else line for line in references]
+    score = bleu((result.output / "test.txt").read_text().splitlines(), references)
+    assert found["test_bleu"] == result.test_bleu == rows(result.output, "test")[0]["bleu"]
+    assert result.test_bleu == score.bleu
+    assert bleu_of_counts(counts_of(found["sentences"]).sum(0)) == pytest.approx(score.bleu)
+    signature = score.bleu_lowercase_signature if lowercase else score.bleu_signature
+    assert found["bleu_signature"] == signature
+
+
+def test_a_run_says_what_was_read_and_dropped(make_recipe, corpus, tmp_path, capsys):
+    source, target = tmp_path / "a.en", tmp_path / "a.de"
+    source.write_text("one two\n\u200b\n" + (corpus / "train.en").read_text() + "red " * 50 + "\n")
+    target.write_text("zwei eins\nx\n" + (corpus / "train.de").read_text("utf-8") + "rot\n")
+    (tmp_path / "dev.en").write_text("one Q\n")
+    (tmp_path / "dev.de").write_text("eins Q\n")
+    changes = {"data.train_source": str(source), "data.train_target": str(target),
+               "data.dev_source": str(tmp_path / "dev.en"),
+               "data.dev_target": str(tmp_path / "dev.de"), "train.max_steps": 2}  # fmt: skip
+    train(make_recipe(changes))
+    out = capsys.readouterr().out
+    assert "train 242 pairs" in out
+    assert "2 pairs dropped: 1 empty, 1 too long; sentences of at most 40 tokens, " in out
+    assert out.count("dropped") == 1
+    dev = next(line for line in out.splitlines() if line.startswith("dev "))
+    assert "1 pairs" in dev
+    assert "0.00% unknown" not in dev
+    assert "\nencoder layer           step 1        step 2\n1     " in out
 
 
 def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
     whole = whole_run({})
     with monkeypatch.context() as patch:
-        at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+        at_step(patch, 6, lambda trainer: interrupt(trainer, signal.SIGINT))
         first = train(make_recipe(), quiet=True)
     # The step in which the signal came is finished.
     assert (first.stopped, first.step) == ("SIGINT", 6)
     assert first.checkpoint.name == "step-00000006"
     assert first.average is None
+    assert not (first.output / "result.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed = train(make_recipe({"resume": True}), quiet=True)
     assert resumed.best_nll == whole.best_nll
@@ -71,25 +118,28 @@ def test_another_seed_gives_another_run(whole_run):
     assert rows(one.output) != rows(other.output)
 
 
-def test_a_fresh_run_never_mixes_with_an_earlier_one(make_recipe, finished):
-    first = finished({"train.max_steps": 4})
-    before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
+def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, capsys, monkeypatch):
+    folder = finished({"train.max_steps": 4})
+    before, files = rows(folder), files_of(folder)
     with pytest.raises(CheckpointError, match="expected a new folder, got one with an earlier run"):
         train(make_recipe(), quiet=True)
-    assert before == {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
-
-
-def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, capsys):
-    finished({"train.max_steps": 4})
-    before = rows(make_recipe().output)
+    assert files_of(folder) == files
     again = train(make_recipe({"train.max_steps": 4, "resume": True}), quiet=True)
     assert (again.step, again.stopped) == (4, "max_steps")
-    assert rows(again.output) == before
-    longer = train(make_recipe({"train.max_steps": 6, "resume": True, "optim.lr": 1e-4}))
-    assert longer.step == 6
-    out = capsys.readouterr().out
-    assert "changed since: optim.lr 0.005 -> 0.0001" in out
-    assert "changed since: train.max_steps 4 -> 6" in out
+    assert rows(folder) == before
+    changes = {"train.max_steps": 6, "resume": True, "optim.lr": 1e-4, "optim.betas": [0.8, 0.9],
+               "optim.weight_decay": 0.1}  # fmt: skip
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, interrupt)
+        assert train(make_recipe(changes)).stopped == "SIGTERM"
+    assert "changed since: optim.lr 0.005 -> 0.0001" in capsys.readouterr().out
+    assert not (folder / "result.json").exists()
+    groups = []
+    at_step(monkeypatch, 6, lambda trainer: groups.extend(trainer.optimizer.param_groups))
+    longer = train(make_recipe(changes), quiet=True)
+    assert json.loads((folder / "result.json").read_text())["step"] == longer.step == 6
+    assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert rows(longer.output, "train")[-1]["lr"] == pytest.approx(6e-5)
 
 
@@ -102,7 +152,6 @@ PHRASES |= {"data.phrases": "de", "data.train_size": 60, "data.dev_size": 6, "da
     ("start", "changes", "message"),
     [
         ({}, {"model.encoder_layers": 4}, "encoder_layers 3 in the checkpoint and 4 in the recipe"),
-        ({}, {"model.norm": "post"}, "norm 'pre' in the checkpoint and 'post' in the recipe"),
         ({}, {"data.max_tokens": 100}, "cannot resume, the state was taken with max_tokens 120"),
         ({}, {"data.lowercase": True}, "other sentence pairs"),
         ({}, {"train.seed": 2}, "train.seed 1 -> 2: resuming cannot change it"),
@@ -113,11 +162,11 @@ PHRASES |= {"data.phrases": "de", "data.train_size": 60, "data.dev_size": 6, "da
 )
 def test_a_checkpoint_of_another_run_is_refused(make_recipe, finished, start, changes, message):
     folder = finished(start | {"train.max_steps": 2})
-    files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files = files_of(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         train(make_recipe(start | changes | {"resume": True}), quiet=True)
     assert "step-00000002" in str(caught.value)
-    assert files == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert files_of(folder) == files
 
 
 def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
@@ -128,13 +177,15 @@ def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
     at_step(monkeypatch, 8, poison)
     recipe = make_recipe({"train.validate_every": 100, "train.save_every": 4})
     module = r"encoder\.layers\.1\.attention\.out \(Linear\)"
-    with pytest.raises(
-        NotFiniteError, match=rf"^step 8: the loss is nan; .* {module}; last .*-0+4"
-    ):
+    told = rf"^step 8: the loss is nan; .* {module}; last .*-0+4"
+    with pytest.raises(NotFiniteError, match=told) as error:
         train(recipe, quiet=True)
     (saved,) = names(recipe.output)
     state = load_checkpoint(Path(recipe.output) / saved)["model"]
     assert all(tensor.isfinite().all() for tensor in state.values())
+    found = json.loads(Path(recipe.output, "result.json").read_text())
+    assert found.keys() == {"diverged", "machine"}
+    assert str(error.value).startswith(found["diverged"])
 
 
 def test_a_validation_that_is_not_finite_is_a_failed_run(make_recipe):
@@ -164,23 +215,18 @@ def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path,
     assert rows(resumed.output) == rows(whole.output)
 
 
-def test_a_folder_that_is_removed_stops_the_run(make_recipe, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    at_step(monkeypatch, 7, lambda trainer: shutil.rmtree(folder))
-    told = f"^{folder}/metrics.jsonl: cannot be written .No such file or directory.$"
-    with pytest.raises(TrainingError, match=told):
-        train(make_recipe(), quiet=True)
-    assert not folder.exists()
-
-
-def test_a_second_run_in_a_folder_is_refused(make_recipe, tmp_path):
+def test_a_folder_that_is_removed_or_in_use_stops_the_run(make_recipe, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "run"
     recipe = make_recipe({"output": str(folder), "train.max_steps": 2})
     told = f"^{folder}: expected a folder that no other run uses, got one that .*output=FOLDER$"
     with only_run(folder), pytest.raises(TrainingError, match=told):
         train(recipe, quiet=True)
     assert [path.name for path in folder.iterdir()] == [".lock"]
-    train(recipe, quiet=True)
+    at_step(monkeypatch, 2, lambda trainer: shutil.rmtree(folder))
+    told = f"^{folder}/metrics.jsonl: cannot be written .No such file or directory.$"
+    with pytest.raises(TrainingError, match=told):
+        train(recipe, quiet=True)
+    assert not folder.exists()
 
 
 def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at, monkeypatch):
@@ -194,20 +240,10 @@ def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at,
     assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
 
 
-def test_a_resumed_run_has_the_options_of_its_recipe(make_recipe, finished, monkeypatch):
-    finished({"train.max_steps": 2})
-    changes = {"optim.betas": [0.8, 0.9], "optim.weight_decay": 0.1, "train.max_steps": 4}
-    groups = []
-    at_step(monkeypatch, 4, lambda trainer: groups.extend(trainer.optimizer.param_groups))
-    train(make_recipe(changes | {"resume": True}), quiet=True)
-    assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-
-
 def test_max_minutes_counts_all_resumes(make_recipe, monkeypatch):
     changes = {"train.max_steps": None, "train.max_minutes": 1.0}
     with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+        at_step(patch, 3, interrupt)
         first = train(make_recipe(changes), quiet=True)
     assert first.stopped == "SIGTERM"
     seconds = read_run(first.checkpoint)["training"]["seconds"]
@@ -217,14 +253,19 @@ def test_max_minutes_counts_all_resumes(make_recipe, monkeypatch):
     assert (second.stopped, second.step) == ("max_minutes", 3)
 
 
-def test_without_dev_pairs(make_recipe):
-    none = {"data.dev_source": None, "data.dev_target": None, "train.max_steps": 2}
-    result = train(make_recipe(none), quiet=True)
+def test_without_dev_pairs_in_a_thread(make_recipe):
+    """Only the main thread of a process can have its signals."""
+    results = []
+    recipe = make_recipe({"data.dev_source": None, "data.dev_target": None, "train.max_steps": 2})
+    thread = threading.Thread(target=lambda: results.append(train(recipe, quiet=True)))
+    thread.start()
+    thread.join()
+    (result,) = results
     assert (result.best, result.best_nll, result.average_nll) == (None, None, None)
-    assert result.for_translation == result.average
+    assert (result.stopped, result.for_translation) == ("max_steps", result.average)
 
 
-def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
+def test_bleu_of_dev_and_test_has_the_decoding_of_the_recipe(make_recipe, monkeypatch):
     asked = []
 
     def translate_lines(model, vocabulary, lines, options):
@@ -237,4 +278,9 @@ def test_bleu_of_dev_and_test(make_recipe, monkeypatch):
     result = train(make_recipe(changes), quiet=True)
     assert asked == [(False, 20, 3, 0.0), (False, 10, 3, 0.0)]
     assert rows(result.output, "valid")[0]["bleu"] >= 0
-    assert result.test_bleu == rows(result.output, "test")[0]["bleu"]
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])
+def test_an_unknown_device_is_one_sentence(make_recipe, name):
+    with pytest.raises(RecipeError, match=r"train\.device: expected .* got '"):
+        train(make_recipe({"train.device": name}), quiet=True)
