@@ -46,16 +46,26 @@ def output(monkeypatch):
     return become
 
 
+@pytest.fixture(scope="session")
+def save_in():
+    """save_in(path, model, vocabulary) writes a checkpoint file."""
+
+    def write(path, model, vocabulary):
+        content = {"kind": kind_of(model.config), "config": vars(model.config),
+                   "model": model.state_dict(), "vocabulary": vocabulary, "step": 3,
+                   "recipe": {}}  # fmt: skip
+        save_checkpoint(path, content)
+
+    return write
+
+
 @pytest.fixture
-def save(tmp_path):
+def save(save_in, tmp_path):
     """save(model, vocabulary) writes a checkpoint file and returns its path."""
 
     def write(model, vocabulary=None):
         vocabulary = vocabulary or Vocabulary.train(["a b"], 9).to_bytes()
-        content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary, "step": 3,
-                   "recipe": {}}  # fmt: skip
-        save_checkpoint(tmp_path / "model.pt", content)
+        save_in(tmp_path / "model.pt", model, vocabulary)
         return str(tmp_path / "model.pt")
 
     return write

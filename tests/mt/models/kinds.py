@@ -59,6 +59,14 @@ TRANSFORMERS = {
     f"{kind} fusion, {norm}": fused(kind, norm=norm, decoder_connection="dlcl")
     for kind in FUSIONS for norm in ("pre", "post")
 }  # fmt: skip
+# The fusions of both sides share E, with or without the word embedding.
+TRANSFORMERS |= {
+    f"{kind} fusion of layers alone": fused(
+        kind, fusion={n: x for n, x in FUSION.items() if n in OPTIONS[kind]}
+        | {"word_embedding": False, "layer_embeddings": k % 2 == 0},
+    )
+    for k, kind in enumerate(FUSIONS)
+}  # fmt: skip
 ONE_NORM = [f"{kind} fusion, {'pre' if k % 2 else 'post'}" for k, kind in enumerate(FUSIONS)]
 """Each fusion with one of the places of the norm."""
 GROWING = {

@@ -10,7 +10,7 @@ from deepfast.mt.models.transformer import sinusoids
 from deepfast.nn import LayerNorm, RMSNorm
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
 from tests.mt.models import kinds
-from tests.mt.models.kinds import LABELS, REAL, SIZES, SOURCE, TARGET, make
+from tests.mt.models.kinds import REAL, SIZES, SOURCE, TARGET, make
 from tests.specifications.transparent_attention import transparent_attention
 
 
@@ -137,16 +137,3 @@ def test_attention_over_layers(kind):
         make("fusion of the encoder").layer_attention(SOURCE, TARGET)
     with pytest.raises(ValueError, match=r"encoder_fusion: expected one of .*got 'average'"):
         make("average fusion, pre").layer_attention(SOURCE)
-
-
-@pytest.mark.parametrize("kind", FUSIONS)
-@pytest.mark.parametrize("layer_embeddings", [False, True])
-def test_fusion_without_the_word_embedding(kind, layer_embeddings):
-    """The fusions of both sides share E, in every kind; all that is left learns."""
-    name = f"{kind} fusion, pre"
-    own = {"word_embedding": False, "layer_embeddings": layer_embeddings}
-    model = make(name, fusion=kinds.config(name).fusion | own)
-    assert (model.fusions.layer_embedding is not None) == layer_embeddings
-    model.loss(SOURCE, TARGET, LABELS)[0].backward()
-    assert all(p.grad is not None and p.grad.ne(0).any() for p in model.parameters())
-    kinds.assert_steps_equal_forward(model)

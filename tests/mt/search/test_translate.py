@@ -183,30 +183,30 @@ def test_the_score_of_each_choice_is_that_of_its_translations(
     few, request, vocabulary, kind, count
 ):
     model = request.getfixturevalue(kind)
-    options = DecodingOptions(beam=3, max_length=12, no_unknown=True)
+    options = DecodingOptions(beam=3, max_length=6, no_unknown=True)
     given = translate_lines(model, vocabulary, LINES, options)
     texts = {
         choice: translate_lines(model, vocabulary, LINES, choice)
         for choice, _ in tune(model, vocabulary, LINES, given, options)
     }
     assert len(texts) == count
+    assert next(iter(texts)) == options
     assert len({tuple(lines) for lines in texts.values()}) > 1
     assert all(choice.no_unknown for choice in texts)
     # The choice that gives the references is found, even far from the defaults.
-    for references in texts.values():
+    for references in {tuple(lines) for lines in texts.values()}:
         found = dict(tune(model, vocabulary, LINES, references, options))
-        assert [*found] == [*texts]
-        assert next(iter(found)) == options
         assert found == {choice: right(references, "")(lines) for choice, lines in texts.items()}
 
 
-@pytest.mark.parametrize("tokenize", ["none", "13a"])
-def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary, tokenize):
+def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary, monkeypatch):
+    monkeypatch.setattr(tuning, "BEAMS", [1])
     options = DecodingOptions(max_length=8)
     lines = translate_lines(model, vocabulary, LINES, options)
     references = [f"{line}." for line in lines]
-    (_, first), *_ = tune(model, vocabulary, LINES, references, options, tokenize=tokenize)
-    assert first == pytest.approx(bleu(lines, references, tokenize=tokenize).bleu)
+    for tokenize in ("none", "13a"):
+        (_, first), *_ = tune(model, vocabulary, LINES, references, options, tokenize=tokenize)
+        assert first == pytest.approx(bleu(lines, references, tokenize=tokenize).bleu)
 
 
 @pytest.mark.parametrize(

@@ -19,25 +19,23 @@ def recipe_path(make_recipe, tmp_path):
     return path
 
 
-def test_list_has_one_line_each(capsys):
+def test_the_list_and_overrides_behind_options(recipe_path, capsys):
     assert main(["mt", "train", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(recipe_names())
-
-
-def test_overrides_may_stand_behind_options(recipe_path, capsys):
     words = ["mt", "train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "lr: 0.002" in said
     assert "warmup: 7" in said
-    for more in (["--prnt"], ["--prnt", "optim.lr=1"]):
+    for wrong, word in (
+        ([*words, "--prnt"], "--prnt"),
+        ([*words, "--prnt", "optim.lr=1"], "--prnt"),
+        (["info", "optim.lr=1"], "optim.lr=1"),
+    ):
         with pytest.raises(SystemExit):
-            main([*words, *more])
-        assert f"unrecognized arguments: {more[0]}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["info", "optim.lr=1"])
-    assert "unrecognized arguments: optim.lr=1" in capsys.readouterr().err
+            main(wrong)
+        assert f"unrecognized arguments: {word}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("output", "place"), [("~/x", "home/x"), ("-x", "-x")])

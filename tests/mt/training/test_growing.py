@@ -1,8 +1,6 @@
 """Two runs of one recipe: what the second starts from, and resuming anywhere in either."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.growing import runs, second_run
 from deepfast.mt.training.run_folder import checkpoint_to_resume
-from tests.mt.training.runs import assert_same_runs, at_step, rows, tensors
+from tests.mt.training.runs import rows, tensors
 
 GROW = {
     "grow.model.top_encoder_layers": 2,
@@ -70,25 +68,6 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     learned = {n.rpartition(".")[0] for n in tensors(result.checkpoint) if "optimizer" in n}
     assert len(learned) == len(tops)
     assert isinstance(load_model(result.for_translation)[0], DepthGrowing)
-
-
-@pytest.mark.parametrize("growing", [False, True])
-def test_an_interrupt_stops_both_and_either_resumes(
-    make_recipe, whole_run, tmp_path, monkeypatch, capsys, growing
-):
-    with monkeypatch.context() as patch:
-        model = DepthGrowing if growing else torch.nn.Module
-        at_step(patch, 2, lambda trainer: os.kill(os.getpid(), signal.SIGINT), model)
-        first = train(make_recipe(GROW), quiet=True)
-    assert (first.stopped, first.step) == ("SIGINT", 2)
-    assert first.output == tmp_path / "run" / ("stage2" if growing else "stage1")
-    assert (tmp_path / "run" / "stage2").exists() == growing
-    assert train(make_recipe(GROW | {"resume": True})).output == tmp_path / "run" / "stage2"
-    said = capsys.readouterr().out
-    assert ("/run/stage1\n" in said, "/run/stage2\n" in said) == (not growing, True)
-    whole = whole_run(GROW).output.parent
-    for stage in ("stage1", "stage2"):
-        assert_same_runs(whole / stage, tmp_path / "run" / stage)
 
 
 def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):

@@ -6,23 +6,13 @@ import sys
 import pytest
 
 from deepfast.mt.training import norms_table
-from deepfast.mt.training.report import Report, describe
+from deepfast.mt.training.report import Report
 
 ROW = {
     "step": 20, "epoch": 0, "loss": 2.5, "nll": 2.0, "ppl": 7.389, "lr": 1e-3, "grad_norm": 0.7,
     "source_tokens_per_second": 1234.0, "target_tokens_per_second": 1100.0,
     "memory_bytes": 2**30, "grad_norm_encoder": [0.5, None, 0.25], "encoder_used": [0, 2],
 }  # fmt: skip
-
-
-def test_lines_state_units():
-    line = describe({"event": "train", "seconds": 61.2} | ROW)
-    for part in ("nll 2.0000 nats", "ppl 7.39", "1,100 target tok/s", "1.00 GiB", "61 s"):
-        assert part in line
-    row = {"event": "valid", "step": 3, "nll": 1.0, "ppl": 2.718, "accuracy": 0.625, "best": True}
-    assert describe(row).endswith("valid nll 1.0000 nats, ppl 2.72, accuracy 62.5%, best so far")
-    row = {"event": "test", "step": 3, "bleu": 12.345, "bleu_de": 1.5, "of": "best.pt"}
-    assert describe(row).endswith("test BLEU 12.35, de 1.50, of best.pt")
 
 
 def test_the_table_of_norms():

@@ -1,7 +1,6 @@
 """What a run saves to resume from, and what it does where that is damaged, copied or cut short."""
 
 import os
-import re
 import shutil
 import signal
 
@@ -9,10 +8,10 @@ import pytest
 import torch
 
 from deepfast.mt.models import DepthGrowing
-from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, saving, train
+from deepfast.mt.training import CheckpointError, load_checkpoint, saving, train
 from deepfast.mt.training.run_folder import prune
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, at_step, die, names, rows
+from tests.mt.training.runs import assert_same_runs, at_step, die, rows
 
 LSTM = {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
         "decoder_layers": 2, "dropout": 0.2}  # fmt: skip
@@ -21,7 +20,7 @@ GROW = {"grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection":
         "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True,
         "grow.train.max_steps": 5, "train.max_steps": 6, "train.save_every": 2,
         "train.validate_every": 3}  # fmt: skip
-KILLED = {
+STOPPED = {
     "in an epoch, the metrics of a line cut in two": (9, {
         "optim.accumulate": 3, "train.precision": "bfloat16", "train.log_every": 3,
         "train.save_every": 5}),
@@ -41,8 +40,10 @@ KILLED = {
         "train.save_every": 1, "train.max_steps": 6}),
     "before the second run saved": (2, GROW),
     "in the second run of one that grows": (5, GROW),
+    "interrupted": (6, {}),
+    "interrupted in the first of two runs": (2, GROW),
 }  # fmt: skip
-"""Name -> the step in which the run is killed, and its recipe."""
+"""Name -> the step in which the run is killed or interrupted, and its recipe."""
 ON_A_GPU = (7, {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"})
 GPU = [
     pytest.mark.gpu,
@@ -50,20 +51,30 @@ GPU = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("step", "changes"),
-    [*KILLED.values(), pytest.param(*ON_A_GPU, marks=GPU)],
-    ids=[*KILLED, "on a GPU"],
-)
-def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, step, changes):
-    grows = "grow.train.max_steps" in changes
+@pytest.mark.parametrize("name", [*STOPPED, pytest.param("on a GPU", marks=GPU)])
+def test_a_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, monkeypatch, tmp_path, name):
+    step, changes = (STOPPED | {"on a GPU": ON_A_GPU})[name]
+    second = changes == GROW and "first" not in name
+    model = DepthGrowing if second else torch.nn.Module
     whole = whole_run(changes).output
-    killed_at(step, changes, model=DepthGrowing if grows else torch.nn.Module)
+    if "interrupted" not in name:
+        killed_at(step, changes, model=model)
+    else:
+        with monkeypatch.context() as patch:
+            at_step(patch, step, lambda trainer: os.kill(os.getpid(), signal.SIGINT), model)
+            first = train(make_recipe(changes), quiet=True)
+        # The step in which the signal came is finished. It is neither kept nor averaged later.
+        assert (first.stopped, first.step, first.average) == ("SIGINT", step, None)
+        assert first.output == tmp_path / "run" / ("stage1" if changes == GROW else "")
+        assert not (tmp_path / "run" / "stage2").exists()
+        assert first.checkpoint.name == f"step-{step:08d}"
+        assert not (first.output / "result.json").exists()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # Another generator state in the new process must not matter.
     torch.manual_seed(12345)
     resumed = train(make_recipe(changes | {"resume": True}), quiet=True).output
     assert_same_runs(whole, resumed)
-    if grows:
+    if changes == GROW:
         assert_same_runs(whole.with_name("stage1"), resumed.with_name("stage1"))
 
 
@@ -140,19 +151,3 @@ def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, 
     (tmp_path / "run" / ".best.pt.7.part").touch()
     train(make_recipe({"resume": True}), quiet=True)
     assert not list((tmp_path / "run").glob(".*.part"))
-
-
-@pytest.mark.parametrize("step", [8, 12])
-def test_a_step_that_leaves_weights_that_are_not_finite_is_not_saved(make_recipe, step):
-    """Also where it is the last one, so that no later loss tells."""
-    recipe = make_recipe({"optim.restart_step": step - 1, "optim.restart_lr": 1e39})
-    with pytest.raises(NotFiniteError) as caught:
-        train(recipe, quiet=True)
-    last = f"step-{step - 4:08d}"
-    assert re.fullmatch(
-        rf"step {step}: the parameter embedding\.weight is not finite after the update; last "
-        rf"checkpoint: .*/{last}",
-        str(caught.value),
-    )
-    assert names(recipe.output)[-1] == last
-    assert "average.pt" not in names(recipe.output)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -25,11 +26,11 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.run_folder import only_run
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, at_step, files_of, names, rows
+from tests.mt.training.runs import at_step, files_of, names, rows
 
 
-def interrupt(trainer, number=signal.SIGTERM):
-    os.kill(os.getpid(), number)
+def interrupt(trainer):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("lowercase", [False, True])
@@ -96,23 +97,6 @@ def test_a_run_says_what_was_read_and_dropped(make_recipe, corpus, tmp_path, cap
     assert "\nencoder layer           step 1        step 2\n1     " in out
 
 
-def test_an_interrupt_saves_and_resumes_to_the_bit(make_recipe, whole_run, monkeypatch):
-    whole = whole_run({})
-    with monkeypatch.context() as patch:
-        at_step(patch, 6, lambda trainer: interrupt(trainer, signal.SIGINT))
-        first = train(make_recipe(), quiet=True)
-    # The step in which the signal came is finished.
-    assert (first.stopped, first.step) == ("SIGINT", 6)
-    assert first.checkpoint.name == "step-00000006"
-    assert first.average is None
-    assert not (first.output / "result.json").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    resumed = train(make_recipe({"resume": True}), quiet=True)
-    assert resumed.best_nll == whole.best_nll
-    # The checkpoint written at the interruption is neither kept nor averaged.
-    assert_same_runs(whole.output, resumed.output)
-
-
 def test_another_seed_gives_another_run(whole_run):
     one, other = (whole_run({"train.max_steps": 2, "train.seed": seed}) for seed in (1, 2))
     assert rows(one.output) != rows(other.output)
@@ -169,64 +153,85 @@ def test_a_checkpoint_of_another_run_is_refused(make_recipe, finished, start, ch
     assert files_of(folder) == files
 
 
-def test_nan_stops_and_overwrites_nothing(make_recipe, monkeypatch):
-    def poison(trainer):
-        with torch.no_grad():
-            trainer.model.encoder.layers[1].attention.out.bias.fill_(torch.nan)
+def poison(trainer):
+    with torch.no_grad():
+        trainer.model.encoder.layers[1].attention.out.bias.fill_(torch.nan)
 
-    at_step(monkeypatch, 8, poison)
-    recipe = make_recipe({"train.validate_every": 100, "train.save_every": 4})
-    module = r"encoder\.layers\.1\.attention\.out \(Linear\)"
-    told = rf"^step 8: the loss is nan; .* {module}; last .*-0+4"
-    with pytest.raises(NotFiniteError, match=told) as error:
-        train(recipe, quiet=True)
-    (saved,) = names(recipe.output)
-    state = load_checkpoint(Path(recipe.output) / saved)["model"]
-    assert all(tensor.isfinite().all() for tensor in state.values())
-    found = json.loads(Path(recipe.output, "result.json").read_text())
+
+def fill_the_disk(trainer):
+    metrics = os.stat(os.path.join(trainer.recipe.output, "metrics.jsonl"))
+
+    def full(descriptor):
+        # The metrics were written before.
+        if not os.path.samestat(os.fstat(descriptor), metrics):
+            raise OSError(28, "No space left on device")
+
+    os.fsync = full
+
+
+def remove_the_folder(trainer):
+    shutil.rmtree(trainer.recipe.output)
+
+
+def restart(step):
+    return {"optim.restart_step": step - 1, "optim.restart_lr": 1e39}
+
+
+WEIGHTS = (
+    r"the parameter embedding\.weight is not finite after the update; last checkpoint: .*/step"
+)
+FAILURES = {
+    "nan": (poison, {"train.validate_every": 100}, r"step 8: the loss is nan; .* "
+            r"encoder\.layers\.1\.attention\.out \(Linear\); last .*/step-0+4", 4),
+    # Though all weights are finite.
+    "validation": (None, {"optim.lr": 1e30, "optim.warmup": 1, "train.max_steps": 1},
+                   "step 1: the loss of the dev part is (nan|inf); the first value .* is the "
+                   "output of .*; last checkpoint: none", None),
+    "weights": (None, restart(8), f"step 8: {WEIGHTS}-0+4", 4),
+    # No later loss tells.
+    "weights, last": (None, restart(12), f"step 12: {WEIGHTS}-0+8", 8),
+    "disk": (fill_the_disk, {}, ".*No space left on device.*ones are intact", 4),
+    "folder": (remove_the_folder, {}, ".*/metrics.jsonl: cannot be written .No such file or .*",
+               None),
+}  # fmt: skip
+"""What happens in step 8, in which recipe, what is said, and the last step that is kept."""
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_run_says_why_and_keeps_what_it_saved(make_recipe, whole_run, monkeypatch, name):
+    act, changes, told, last = FAILURES[name]
+    recipe = make_recipe(changes)
+    folder = Path(recipe.output)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", os.fsync)
+        if act is not None:
+            at_step(patch, 8, act)
+        with pytest.raises((TrainingError, CheckpointError, NotFiniteError)) as error:
+            train(recipe, quiet=True)
+    assert re.fullmatch(told, str(error.value)), error.value
+    if name == "folder":
+        assert not folder.exists()
+        return
+    steps = [found for found in names(folder) if found != "best.pt"]
+    assert steps[-1:] == ([f"step-{last:08d}"] if last else [])
+    for step in steps:
+        assert all(w.isfinite().all() for w in load_checkpoint(folder / step)["model"].values())
+    assert not list(folder.glob(".*part"))
+    if name == "disk":
+        train(make_recipe({"resume": True}), quiet=True)
+        assert rows(folder) == rows(whole_run({}).output)
+        return
+    found = json.loads((folder / "result.json").read_text())
     assert found.keys() == {"diverged", "machine"}
     assert str(error.value).startswith(found["diverged"])
 
 
-def test_a_validation_that_is_not_finite_is_a_failed_run(make_recipe):
-    """Though all weights are finite."""
-    recipe = make_recipe({"optim.lr": 1e30, "optim.warmup": 1, "train.max_steps": 1})
-    told = r"^step 1: the loss of the dev part is (nan|inf); the first value .* is the output of "
-    with pytest.raises(NotFiniteError, match=f"{told}.*; last checkpoint: none$"):
-        train(recipe, quiet=True)
-    assert not names(recipe.output)
-
-
-def test_a_full_disk_stops_and_the_run_resumes(make_recipe, whole_run, tmp_path, monkeypatch):
-    whole = whole_run({})
-
-    def full(descriptor):
-        # The metrics were written before.
-        if not os.path.samestat(os.fstat(descriptor), (tmp_path / "run/metrics.jsonl").stat()):
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 8, lambda trainer: patch.setattr(os, "fsync", full))
-        with pytest.raises(CheckpointError, match=r"No space left on device.*ones are intact"):
-            train(make_recipe(), quiet=True)
-    assert "step-00000004" in names(tmp_path / "run")
-    assert not list((tmp_path / "run").glob(".*part"))
-    resumed = train(make_recipe({"resume": True}), quiet=True)
-    assert rows(resumed.output) == rows(whole.output)
-
-
-def test_a_folder_that_is_removed_or_in_use_stops_the_run(make_recipe, tmp_path, monkeypatch):
+def test_a_folder_in_use_is_refused(make_recipe, tmp_path):
     folder = tmp_path / "new" / "run"
-    recipe = make_recipe({"output": str(folder), "train.max_steps": 2})
     told = f"^{folder}: expected a folder that no other run uses, got one that .*output=FOLDER$"
     with only_run(folder), pytest.raises(TrainingError, match=told):
-        train(recipe, quiet=True)
+        train(make_recipe({"output": str(folder)}), quiet=True)
     assert [path.name for path in folder.iterdir()] == [".lock"]
-    at_step(monkeypatch, 2, lambda trainer: shutil.rmtree(folder))
-    told = f"^{folder}/metrics.jsonl: cannot be written .No such file or directory.$"
-    with pytest.raises(TrainingError, match=told):
-        train(recipe, quiet=True)
-    assert not folder.exists()
 
 
 def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at, monkeypatch):

@@ -46,42 +46,6 @@ def test_a_recipe_has_a_summary_and_commands_that_load_on_top(name):
     assert len({recipe.output for recipe in loaded}) == len(loaded)
 
 
-# Wang et al. 2019: peak, warm-up, betas, dropout of attention and ReLU, encoder layers, connection,
-# what the decoder reads, batches of 4,096 tokens in a step, steps.
-WANG = {
-    "transformer-base": (7e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8, 100_000),
-    "transformer-pre": (1e-3, 8000, (0.9, 0.997), 0.1, 6, "residual", "top", 8, 100_000),
-    "transformer-big": (5e-4, 4000, (0.9, 0.98), 0.0, 6, "residual", "top", 8, 300_000),
-    "transformer-big-pre": (7e-4, 8000, (0.9, 0.997), 0.1, 6, "residual", "top", 8, 300_000),
-    "transparent16": (2e-3, 16000, (0.9, 0.997), 0.1, 16, "residual", "transparent", 16, 50_000),
-    "dlcl30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "dlcl", "top", 16, 50_000),
-    "denseformer30": (2e-3, 16000, (0.9, 0.997), 0.1, 30, "denseformer", "top", 16, 50_000),
-}
-"""Both sides of dlcl30 are joined by DLCL; the rest of the rows has a residual decoder."""
-
-
-def test_the_settings_of_wang_2019():
-    seen = {}
-    for name in ("transformer-base", "dlcl30"):
-        for words in commands(name):
-            recipe = load_recipe(name, words)
-            optim, model = recipe.optim, recipe.model_config(vocab_size=100)
-            assert (optim.label_smoothing, recipe.train.average_last) == (0.1, 5)
-            assert (optim.eps, optim.clip_norm, recipe.data.max_tokens) == (1e-8, None, 4096)
-            both = recipe.output == "runs/dlcl30"
-            assert model.decoder_connection == ("dlcl" if both else "residual")
-            assert (model.decoder_layers, model.activation_dropout) == (6, model.attention_dropout)
-            big = "big" in recipe.output
-            assert (model.dim, model.dropout) == ((1024, 0.3) if big else (512, 0.1))
-            assert model.norm == ("pre" if model.attention_dropout else "post")
-            seen[recipe.output.removeprefix("runs/")] = (
-                optim.lr, optim.warmup, optim.betas, model.attention_dropout, model.encoder_layers,
-                model.encoder_connection, model.cross_attention, optim.accumulate,
-                recipe.train.max_steps,
-            )  # fmt: skip
-    assert seen == WANG
-
-
 DECODING = {
     "dlcl30": (4, 0.6, "power"),
     "transformer-base": (4, 0.6, "power"),
