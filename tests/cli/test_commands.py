@@ -1,7 +1,6 @@
 """The names of the commands, their help, and what the operating system refuses."""
 
 import importlib
-import re
 
 import pytest
 import torch
@@ -9,16 +8,13 @@ import torch
 from deepfast.cli import COMMANDS, main
 
 
-@pytest.mark.parametrize("group", ["", "mt"])
-def test_the_help_names_the_commands(capsys, group):
+@pytest.mark.parametrize("group", [[], ["mt"]])
+def test_a_line_without_a_command_gets_the_help(capsys, group):
     with pytest.raises(SystemExit) as ended:
-        main([*group.split(), "--help"])
+        main([*group, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    names = [name.rpartition(" ")[2] for name in COMMANDS if name.rpartition(" ")[0] == group]
-    assert re.findall(r"^    ([a-z][a-z-]*)", text, re.M) == names
-    # A line without a command gets the same.
-    assert main(group.split()) == 2
+    assert main(group) == 2
     assert capsys.readouterr() == ("", text)
 
 

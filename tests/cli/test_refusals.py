@@ -38,7 +38,7 @@ REFUSED = [  # the commands of `deepfast mt` without mt
     (["train"], "see deepfast mt train --list"),
     ([*OPEN, "--threads", "1025"], "integer from 1 to 1024"),
     ([*OPEN, "--device", "tpu"], "expected cpu or cuda, got"),
-    ([*OPEN, "model.pt", "--deep-shallow"], "depth_growing, got Ensemble"),
+    (["translate", "model.pt", *OPEN[1:], "--deep-shallow"], "depth_growing, got Ensemble"),
     (["score", "--tune", "text", "text"], "expected HYPOTHESES and REFERENCES, or --checkp"),
     (["score", "two", "two", "--checkpoint", "model.pt"], "expected HYPOTHESES and REFERENCES"),
     # Text.

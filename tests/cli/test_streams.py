@@ -41,29 +41,25 @@ def test_results_that_cannot_be_written(output, capsys, words, state, said):
     assert capsys.readouterr().err == said
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a training run, whose standard output was closed."""
+def test_errors_are_not_written_among_results(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["mt", "score", "none", "none"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("state", ["closed", "full"])
+def test_training_goes_on_without_standard_output(output, tmp_path, capsys, monkeypatch, state):
     pytest.importorskip("sentencepiece")
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        assert main([*TRAIN, f"output={folder}"]) == 0
-    return folder
-
-
-def test_training_goes_on_without_standard_output(trained, output, tmp_path, capsys, monkeypatch):
-    assert (trained / "average.pt").exists()
-    output("full")
+    output(state)
     assert main([*TRAIN, f"output={tmp_path}"]) == 0
     assert (tmp_path / "average.pt").exists()
     # An error keeps its sentence and its exit code.
-    output("full")
+    output(state)
     assert main([*TRAIN, f"output={tmp_path}"]) == 1
     said = capsys.readouterr().err
     assert "expected a new folder, got one with an earlier run" in said
     assert said.count("\n") == 1
-    # So does a run that is stopped.
+    # So does a run that is stopped, where nobody reads.
     step = Trainer.train_step
 
     def interrupted(self):
@@ -74,30 +70,6 @@ def test_training_goes_on_without_standard_output(trained, output, tmp_path, cap
     output("unread")
     assert main([*TRAIN, f"output={tmp_path / 'stopped'}"]) == 143
     assert len(list((tmp_path / "stopped").glob("step-*"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("stream", "code", "said"),
-    [
-        ("stdout", 1, f"deepfast mt translate: {CLOSED}\n"),
-        ("stdin", 1, "deepfast mt translate: standard input: expected text, got a closed stream\n"),
-        # Errors are not written among results.
-        ("stderr", 0, ""),
-    ],
-)
-def test_a_translation_with_a_closed_stream(
-    trained, tmp_path, monkeypatch, capsys, stream, code, said
-):
-    text = tmp_path / "text"
-    text.write_text("eins\n")
-    words = ["mt", "translate", str(trained / "average.pt")]
-    words += [] if stream == "stdin" else ["--input", str(text)]
-    monkeypatch.setattr(sys, stream, None)
-    assert main(words) == code
-    found = capsys.readouterr()
-    assert found.err.endswith(said)
-    assert "Traceback" not in found.err
-    assert stream != "stderr" or found.out.count("\n") == 1
 
 
 @pytest.mark.slow

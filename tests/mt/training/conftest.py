@@ -54,6 +54,12 @@ def make_recipe(corpus, tmp_path):
 
 
 @pytest.fixture
+def run(make_recipe):
+    """run(changes) trains such a recipe."""
+    return lambda changes=(): train(make_recipe(changes), quiet=True)
+
+
+@pytest.fixture
 def make_trainer(make_recipe, tmp_path):
     """make_trainer({"optim.accumulate": 3}): a new trainer of such a recipe."""
 

@@ -70,10 +70,10 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert isinstance(load_model(result.for_translation)[0], DepthGrowing)
 
 
-def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):
+def test_a_checkpoint_that_was_trained_before(make_recipe, run, whole_run, tmp_path):
     first = {"train.max_steps": 2, "train.save_every": 1, "train.validate_every": 2}
-    before = train(make_recipe(first | {"output": str(tmp_path / "before")}), quiet=True)
-    result = train(make_recipe(GROW | {"grow.from": str(before.average)}), quiet=True)
+    before = run(first | {"output": str(tmp_path / "before")})
+    result = run(GROW | {"grow.from": str(before.average)})
     assert result.output == tmp_path / "run" / "stage2"
     assert not (tmp_path / "run" / "stage1").exists()
     for name, tensor in weights(before.average).items():
@@ -85,18 +85,18 @@ def test_a_checkpoint_that_was_trained_before(make_recipe, whole_run, tmp_path):
             train(make_recipe(other | {"grow.from": str(path)}))
 
 
-def test_what_stops_the_second_run_is_seen_before_the_first_begins(make_recipe, tmp_path):
+def test_what_stops_the_second_run_is_seen_before_the_first_begins(run, tmp_path):
     for device in ("cuda:99", "tpu"):
         with pytest.raises(RecipeError, match=r"train\.device: expected .*, got '" + device):
-            train(make_recipe(GROW | {"grow.train.device": device}), quiet=True)
+            run(GROW | {"grow.train.device": device})
     (tmp_path / "run" / "stage2").mkdir(parents=True)
     (tmp_path / "run" / "stage2" / "best.pt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"stage2: expected a new folder.*\(best\.pt\)"):
-        train(make_recipe(GROW), quiet=True)
+        run(GROW)
     assert not (tmp_path / "run" / "stage1").exists()
 
 
-def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path):
+def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, run, whole_run, tmp_path):
     """The recipe in a run's folder trains the same model again, also where the folders moved."""
     recipe = make_recipe(GROW | {"grow.optim.betas": [0.8, 0.9]})
     path = tmp_path / "mine.yaml"
@@ -119,7 +119,7 @@ def test_a_recipe_of_the_second_run_is_a_recipe(make_recipe, whole_run, tmp_path
     assert rows(alone.output) == rows(whole)
     shutil.copytree(whole.parent, moved)
     changes = {"output": str(moved), "resume": True, "grow.train.max_steps": 6}
-    assert train(make_recipe(GROW | changes), quiet=True).step == 6
+    assert run(GROW | changes).step == 6
 
 
 @pytest.mark.parametrize("growing", [False, True])

@@ -20,12 +20,12 @@ def limits(make_trainer):
     return plan_run(trainer, 2**50).peak, plan_run(trainer, 1).what_fits.budget
 
 
-def test_a_size_is_planned_tried_and_told(make_recipe, limits, capsys, tmp_path):
+def test_a_size_is_planned_tried_and_told(make_recipe, run, limits, capsys, tmp_path):
     """The losses are those of a run that keeps everything, to the bit."""
     recipe = make_recipe(WIDE | {"memory_budget": f"{sum(limits) // 2}B"})
     result = train(recipe)
     text = capsys.readouterr().out
-    plain = train(make_recipe(WIDE | {"output": str(tmp_path / "plain")}), quiet=True)
+    plain = run(WIDE | {"output": str(tmp_path / "plain")})
     losses, wanted = (rows(folder, "train") for folder in (result.output, plain.output))
     assert [row["loss"] for row in losses] == [row["loss"] for row in wanted]
     # The checkpoint's model and config do not name the policies.
@@ -53,11 +53,11 @@ def test_the_prediction_holds_for_full_batches(make_trainer, limits):
     assert thrice > once
 
 
-def test_what_no_plan_fits_is_refused_before_it_runs(make_recipe, monkeypatch):
+def test_what_no_plan_fits_is_refused_before_it_runs(run, monkeypatch):
     monkeypatch.setattr(Trainer, "measure", None)
     told = r"^memory_budget: expected a step within 1\.00 MiB, got one of .* for data\.max_tokens="
     with pytest.raises(TrainingError, match=told + "600: .*") as error:
-        train(make_recipe(WIDE | {"memory_budget": "1MiB"}), quiet=True)
+        run(WIDE | {"memory_budget": "1MiB"})
     assert "\n" not in str(error.value)
 
 

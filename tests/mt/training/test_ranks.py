@@ -1,9 +1,9 @@
 """Ranks in one process: what they tell each other, their gradients, and who is named."""
 
-import contextlib
 import math
 import pickle
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from deepfast.mt.training import (
 )
 from deepfast.mt.training.environment import StopSignal
 from deepfast.mt.training.errors import OtherRankError
-from deepfast.mt.training.parallel import kind_for, syncing
+from deepfast.mt.training.parallel import kind_for
 from deepfast.mt.training.ranks import Ranks
 from tests.mt.training.runs import as_rank, assert_losses_agree, free_port, rows
 
@@ -27,40 +27,30 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Store:
-    """A store that counts what is asked."""
-
-    def __init__(self):
-        self.store, self.asked = torch.distributed.HashStore(), 0
-
-    def __getattr__(self, name):
-        self.asked += 1
-        return getattr(self.store, name)
-
-
 @pytest.fixture
 def waiting(monkeypatch):
     """waiting(lives, works): what the second rank gets where the first one works for some seconds,
-    and gives signs of life for some; and the calls of the store."""
+    and gives signs of life for some; and how often it asked the store."""
 
     def run(lives, works):
-        store, now = Store(), 0.0
-        second = Ranks(1, 2, store, timeout=45.0)
+        store, now = torch.distributed.HashStore(), 0.0
+        counted = Mock(wraps=store)
+        second = Ranks(1, 2, counted, timeout=45.0)
         second.signal = StopSignal()
 
         def sleep(seconds):
             nonlocal now
             if int(now) < int(now + seconds) <= lives:
-                store.store.add("beats/0", 1)
+                store.add("beats/0", 1)
             now += seconds
             if now > works:
-                store.store.set("first/0", pickle.dumps("the result"))
+                store.set("first/0", pickle.dumps("the result"))
 
         monkeypatch.setattr(ranks.time, "sleep", sleep)
         found = second.by_first(lambda: None)
         # Nothing of it is left in the store.
-        assert not store.store.check(["first/0"])
-        return found, store.asked
+        assert not store.check(["first/0"])
+        return found, len(counted.mock_calls)
 
     return run
 
@@ -163,15 +153,6 @@ def test_the_mean_of_the_ranks_gradients_is_that_of_one_process(pair, accumulate
     for a, b, whole in zip(*(t.parameters for t in (*two, one)), strict=True):
         if whole.grad is not None:
             torch.testing.assert_close((a.grad + b.grad) / 2, whole.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_ddp_reduces_the_gradients_of_the_last_micro_batch_alone():
-    class Shared(torch.nn.Module):
-        def no_sync(self):
-            return contextlib.nullcontext("not reduced")
-
-    with syncing(Shared(), False) as first, syncing(Shared(), True) as last:
-        assert (first, last) == ("not reduced", None)
 
 
 def test_the_rank_whose_loss_or_gradient_is_not_finite_says_where(pair):

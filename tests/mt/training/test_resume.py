@@ -52,7 +52,7 @@ GPU = [
 
 
 @pytest.mark.parametrize("name", [*STOPPED, pytest.param("on a GPU", marks=GPU)])
-def test_a_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, monkeypatch, tmp_path, name):
+def test_a_run_resumes_to_the_bit(run, whole_run, killed_at, monkeypatch, tmp_path, name):
     step, changes = (STOPPED | {"on a GPU": ON_A_GPU})[name]
     second = changes == GROW and "first" not in name
     model = DepthGrowing if second else torch.nn.Module
@@ -62,7 +62,7 @@ def test_a_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, monkeypatch
     else:
         with monkeypatch.context() as patch:
             at_step(patch, step, lambda trainer: os.kill(os.getpid(), signal.SIGINT), model)
-            first = train(make_recipe(changes), quiet=True)
+            first = run(changes)
         # The step in which the signal came is finished. It is neither kept nor averaged later.
         assert (first.stopped, first.step, first.average) == ("SIGINT", step, None)
         assert first.output == tmp_path / "run" / ("stage1" if changes == GROW else "")
@@ -72,37 +72,35 @@ def test_a_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, monkeypatch
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # Another generator state in the new process must not matter.
     torch.manual_seed(12345)
-    resumed = train(make_recipe(changes | {"resume": True}), quiet=True).output
+    resumed = run(changes | {"resume": True}).output
     assert_same_runs(whole, resumed)
     if changes == GROW:
         assert_same_runs(whole.with_name("stage1"), resumed.with_name("stage1"))
 
 
-def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(
-    make_recipe, finished
-):
+def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(run, finished):
     folder = finished()
     shutil.rmtree(folder / "step-00000004")
     before = {path: path.stat().st_ino for path in folder.glob("step-*")}
-    train(make_recipe({"resume": True}), quiet=True)
+    run({"resume": True})
     assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
     last = folder / "step-00000012"
     file = last / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"^{last}: .* damaged"):
-        train(make_recipe({"resume": True}), quiet=True)
+        run({"resume": True})
     shutil.rmtree(last)
-    assert train(make_recipe({"resume": True}), quiet=True).step == 12
+    assert run({"resume": True}).step == 12
 
 
 @pytest.mark.parametrize("why", ["no best.pt in this folder", "the dev text"])
 def test_a_best_that_is_not_that_of_the_run_is_forgotten(
-    make_recipe, monkeypatch, capsys, corpus, tmp_path, why
+    make_recipe, run, monkeypatch, capsys, corpus, tmp_path, why
 ):
     curve = {5: 1.0, 8: 2.5, 10: 3.0, 12: 4.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     # Patience ends the first run, and begins anew with the best.
-    folder = train(make_recipe({"train.max_steps": 8, "train.patience": 1}), quiet=True).output
+    folder = run({"train.max_steps": 8, "train.patience": 1}).output
     changes = {"resume": True, "train.patience": 1}
     if why == "the dev text":
         for side, suffix in (("source", "en"), ("target", "de")):
@@ -117,15 +115,15 @@ def test_a_best_that_is_not_that_of_the_run_is_forgotten(
 
 
 def test_a_run_that_ends_where_it_was_resumed_keeps_what_it_found_there(
-    make_recipe, monkeypatch, whole_run
+    run, monkeypatch, whole_run
 ):
     """It validates, and a longer run knows of that."""
     with monkeypatch.context() as patch:
         at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
-        train(make_recipe(), quiet=True)
-    ended = train(make_recipe({"train.max_steps": 6, "resume": True}), quiet=True)
+        run()
+    ended = run({"train.max_steps": 6, "resume": True})
     assert (ended.step, load_checkpoint(ended.best)["step"]) == (6, 6)
-    longer = train(make_recipe({"resume": True}), quiet=True)
+    longer = run({"resume": True})
     losses = [row["loss"] for row in rows(longer.output, "train")]
     assert losses == [row["loss"] for row in rows(whole_run({}).output, "train")]
     assert longer.best_nll == min(row["nll"] for row in rows(longer.output, "valid"))
@@ -140,7 +138,7 @@ def test_steps_that_are_not_planned_are_not_kept(tmp_path):
     assert sorted(tmp_path.iterdir()) == kept
 
 
-def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, tmp_path):
+def test_what_a_killed_run_left_half_written_is_removed(run, killed_at, tmp_path):
     def prepare(patch):
         # As after SIGKILL: the folder does not get its name, nothing removes it.
         patch.setattr(saving.os, "replace", die)
@@ -149,5 +147,5 @@ def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, 
     killed_at(8, prepare=prepare)
     assert (tmp_path / "run" / ".step-00000008.part").is_dir()
     (tmp_path / "run" / ".best.pt.7.part").touch()
-    train(make_recipe({"resume": True}), quiet=True)
+    run({"resume": True})
     assert not list((tmp_path / "run").glob(".*.part"))

@@ -102,13 +102,15 @@ def test_another_seed_gives_another_run(whole_run):
     assert rows(one.output) != rows(other.output)
 
 
-def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, capsys, monkeypatch):
+def test_resuming_a_finished_run_and_then_a_longer_one(
+    make_recipe, run, finished, capsys, monkeypatch
+):
     folder = finished({"train.max_steps": 4})
     before, files = rows(folder), files_of(folder)
     with pytest.raises(CheckpointError, match="expected a new folder, got one with an earlier run"):
-        train(make_recipe(), quiet=True)
+        run()
     assert files_of(folder) == files
-    again = train(make_recipe({"train.max_steps": 4, "resume": True}), quiet=True)
+    again = run({"train.max_steps": 4, "resume": True})
     assert (again.step, again.stopped) == (4, "max_steps")
     assert rows(folder) == before
     changes = {"train.max_steps": 6, "resume": True, "optim.lr": 1e-4, "optim.betas": [0.8, 0.9],
@@ -120,7 +122,7 @@ def test_resuming_a_finished_run_and_then_a_longer_one(make_recipe, finished, ca
     assert not (folder / "result.json").exists()
     groups = []
     at_step(monkeypatch, 6, lambda trainer: groups.extend(trainer.optimizer.param_groups))
-    longer = train(make_recipe(changes), quiet=True)
+    longer = run(changes)
     assert json.loads((folder / "result.json").read_text())["step"] == longer.step == 6
     assert {tuple(group["betas"]) for group in groups} == {(0.8, 0.9)}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -144,11 +146,11 @@ PHRASES |= {"data.phrases": "de", "data.train_size": 60, "data.dev_size": 6, "da
         (PHRASES, {"data.seed": 2}, "data.seed 1 -> 2: resuming cannot change it"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(make_recipe, finished, start, changes, message):
+def test_a_checkpoint_of_another_run_is_refused(run, finished, start, changes, message):
     folder = finished(start | {"train.max_steps": 2})
     files = files_of(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
-        train(make_recipe(start | changes | {"resume": True}), quiet=True)
+        run(start | changes | {"resume": True})
     assert "step-00000002" in str(caught.value)
     assert files_of(folder) == files
 
@@ -198,7 +200,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failed_run_says_why_and_keeps_what_it_saved(make_recipe, whole_run, monkeypatch, name):
+def test_a_failed_run_says_why_and_keeps_what_it_saved(
+    make_recipe, run, whole_run, monkeypatch, name
+):
     act, changes, told, last = FAILURES[name]
     recipe = make_recipe(changes)
     folder = Path(recipe.output)
@@ -218,7 +222,7 @@ def test_a_failed_run_says_why_and_keeps_what_it_saved(make_recipe, whole_run, m
         assert all(w.isfinite().all() for w in load_checkpoint(folder / step)["model"].values())
     assert not list(folder.glob(".*part"))
     if name == "disk":
-        train(make_recipe({"resume": True}), quiet=True)
+        run({"resume": True})
         assert rows(folder) == rows(whole_run({}).output)
         return
     found = json.loads((folder / "result.json").read_text())
@@ -226,35 +230,35 @@ def test_a_failed_run_says_why_and_keeps_what_it_saved(make_recipe, whole_run, m
     assert str(error.value).startswith(found["diverged"])
 
 
-def test_a_folder_in_use_is_refused(make_recipe, tmp_path):
+def test_a_folder_in_use_is_refused(run, tmp_path):
     folder = tmp_path / "new" / "run"
     told = f"^{folder}: expected a folder that no other run uses, got one that .*output=FOLDER$"
     with only_run(folder), pytest.raises(TrainingError, match=told):
-        train(make_recipe({"output": str(folder)}), quiet=True)
+        run({"output": str(folder)})
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-def test_patience_counts_validations_also_after_a_resume(make_recipe, killed_at, monkeypatch):
+def test_patience_counts_validations_also_after_a_resume(run, killed_at, monkeypatch):
     curve = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2}
     killed_at(8, changes)
-    result = train(make_recipe(changes | {"resume": True}), quiet=True)
+    result = run(changes | {"resume": True})
     assert (result.stopped, result.step, result.best_nll) == ("patience", 8, 2.0)
     assert load_checkpoint(result.best)["step"] == 4
     assert [row["best"] for row in rows(result.output, "valid")] == [True, True, False, False]
 
 
-def test_max_minutes_counts_all_resumes(make_recipe, monkeypatch):
+def test_max_minutes_counts_all_resumes(run, monkeypatch):
     changes = {"train.max_steps": None, "train.max_minutes": 1.0}
     with monkeypatch.context() as patch:
         at_step(patch, 3, interrupt)
-        first = train(make_recipe(changes), quiet=True)
+        first = run(changes)
     assert first.stopped == "SIGTERM"
     seconds = read_run(first.checkpoint)["training"]["seconds"]
     assert 0 < seconds < 60
     changes["train.max_minutes"] = seconds / 60
-    second = train(make_recipe(changes | {"resume": True}), quiet=True)
+    second = run(changes | {"resume": True})
     assert (second.stopped, second.step) == ("max_minutes", 3)
 
 
@@ -270,7 +274,7 @@ def test_without_dev_pairs_in_a_thread(make_recipe):
     assert (result.stopped, result.for_translation) == ("max_steps", result.average)
 
 
-def test_bleu_of_dev_and_test_has_the_decoding_of_the_recipe(make_recipe, monkeypatch):
+def test_bleu_of_dev_and_test_has_the_decoding_of_the_recipe(run, monkeypatch):
     asked = []
 
     def translate_lines(model, vocabulary, lines, options):
@@ -280,12 +284,12 @@ def test_bleu_of_dev_and_test_has_the_decoding_of_the_recipe(make_recipe, monkey
     monkeypatch.setattr("deepfast.mt.training.bleu.translate_lines", translate_lines)
     changes = {"train.max_steps": 5, "train.validate_bleu": True, "train.test_bleu": True,
                "decode.beam": 3, "decode.length_penalty": 0}  # fmt: skip
-    result = train(make_recipe(changes), quiet=True)
+    result = run(changes)
     assert asked == [(False, 20, 3, 0.0), (False, 10, 3, 0.0)]
     assert rows(result.output, "valid")[0]["bleu"] >= 0
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])
-def test_an_unknown_device_is_one_sentence(make_recipe, name):
+def test_an_unknown_device_is_one_sentence(run, name):
     with pytest.raises(RecipeError, match=r"train\.device: expected .* got '"):
-        train(make_recipe({"train.device": name}), quiet=True)
+        run({"train.device": name})
