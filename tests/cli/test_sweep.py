@@ -1,6 +1,5 @@
 """`deepfast mt sweep` with real runs."""
 
-import importlib.resources
 import json
 import shutil
 
@@ -62,33 +61,6 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
     assert failed in table
 
 
-def test_seeds_and_pilots_share_a_text(sweep, tmp_path, monkeypatch):
-    """Its vocabulary is learned and its ids are written once, and the page states the case of its
-    BLEU."""
-    learned, learn = [], Vocabulary.train
-    monkeypatch.setattr(Vocabulary, "train", lambda *args, **options: (
-        learned.append(1) or learn(*args, **options)
-    ))  # fmt: skip
-    words = ["ein altes haus", "das rote haus", "ein rotes BUCH", "das alte buch"] * 30
-    for side in ("source", "target"):
-        (tmp_path / side).write_text("\n".join(words))
-    files = [f"data.{part}_{side}={tmp_path / side}" for part in ("train", "dev", "test")
-             for side in ("source", "target")]  # fmt: skip
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(
-        "sweep: {seeds: 2, pilots: {key: optim.lr, values: [0.001, 0.002], steps: 2}, "
-        "systems: {plain: {}}}"
-    )
-    more = ("data.vocab_size=40", "data.vocab_at_most=true", "data.lowercase=true",
-            "data.max_length=50", "train.device=cpu", f"data.cache={tmp_path}/ids")  # fmt: skip
-    assert sweep(recipe, *SMALL, *files, *more)[0] == 0
-    assert len(list((tmp_path / "sweep").rglob("result.json"))) == 4
-    assert len(list((tmp_path / "ids").rglob("about.json"))) == len(learned) == 1
-    page = (tmp_path / "sweep" / "sweep.md").read_text()
-    assert "`nrefs:1|case:lc|" in page
-    assert "case:mixed" not in page
-
-
 SYSTEMS = """
 sweep:
   seeds: 2
@@ -101,12 +73,23 @@ sweep:
 
 
 def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
+    """They share a text: its vocabulary is learned and its ids are written once."""
     monkeypatch.setattr("deepfast.mt.sweep.stages.MEASURED", 2)
     monkeypatch.setattr("deepfast.mt.sweep.stages.SHORT", 0)
+    learned, learn = [], Vocabulary.train
+    monkeypatch.setattr(Vocabulary, "train", lambda *args, **options: (
+        learned.append(1) or learn(*args, **options)
+    ))  # fmt: skip
+    words = ["ein altes haus", "das rote haus", "ein rotes BUCH", "das alte buch"] * 30
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("\n".join(words))
+    files = [f"data.{part}_{side}={tmp_path / side}" for part in ("train", "dev", "test")
+             for side in ("source", "target")]  # fmt: skip
     recipe, output = tmp_path / "own.yaml", tmp_path / "sweep"
-    shipped = importlib.resources.files("deepfast.mt") / "recipes/phrases-small.yaml"
-    recipe.write_text(shipped.read_text() + SYSTEMS)
-    command = (recipe, *TINY, "data.vocab_size=120")
+    recipe.write_text(SYSTEMS)
+    command = (recipe, *SMALL, *files, "data.vocab_size=40", "data.vocab_at_most=true",
+               "data.lowercase=true", "data.max_length=50", "train.device=cpu",
+               f"data.cache={tmp_path}/ids")  # fmt: skip
     code, said = sweep(*command, "--plan")
     *measured, planned = said.out.splitlines()
     names = ["plan of plain", "plan of DLCL", "plan of once"]
@@ -118,9 +101,13 @@ def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
     assert code == 0
     assert "plan: runs 9" in said.out
     assert "DLCL, optim.lr=1e+38, seed 1: diverged, step " in said.out
+    assert len(list((tmp_path / "ids").rglob("about.json"))) == len(learned) == 1
     text = (output / "sweep.md").read_text()
     assert "\n- DLCL: dev NLL of pilots: optim.lr=0.001 " in text
     assert "\n- once: " not in text
+    # The page states the case of its BLEU.
+    assert "`nrefs:1|case:lc|" in text
+    assert "case:mixed" not in text
     assert [len(list((output / name).iterdir())) for name in ("DLCL", "once")] == [2, 1]
     # What a run leaves is enough: the rest may go, and nothing is made again.
     kept = {path: path.read_bytes() for path in output.rglob("result.json")}

@@ -13,17 +13,12 @@ from deepfast.mt.data import ParallelText, read_lines, read_parallel
 from deepfast.mt.data.text import read_standard_input, write_lines
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Writes two files and returns their paths."""
-
-    def write(source: bytes, target: bytes):
-        paths = tmp_path / "train.en", tmp_path / "train.de"
-        for path, content in zip(paths, (source, target), strict=True):
-            path.write_bytes(content)
-        return paths
-
-    return write
+def write(folder, source: bytes, target: bytes):
+    """Two files; returns their paths."""
+    paths = folder / "train.en", folder / "train.de"
+    for path, content in zip(paths, (source, target), strict=True):
+        path.write_bytes(content)
+    return paths
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])
@@ -63,8 +58,8 @@ def test_a_file_a_pipe_and_standard_input_are_read_alike(tmp_path, monkeypatch, 
     ],
     ids=repr,
 )
-def test_pairs_in_file_order(files, source, target, pairs, dropped):
-    text = ParallelText(*files(source.encode(), target.encode()), tags=["<fr>", "<de>"])
+def test_pairs_in_file_order(tmp_path, source, target, pairs, dropped):
+    text = ParallelText(*write(tmp_path, source.encode(), target.encode()), tags=["<fr>", "<de>"])
     assert list(text) == list(text) == pairs
     assert text.dropped == dropped
     found = read_parallel(text.source, text.target, text.tags)
@@ -89,8 +84,8 @@ LINES = gzip.compress(b"".join(b"line %d\n" % i for i in range(999)), mtime=0)
     ],
     ids=repr,
 )  # fmt: skip
-def test_refused_with_a_sentence(files, tmp_path, source, target, sentence):
-    paths = files(b"" if source in (None, ...) else source, target)
+def test_refused_with_a_sentence(tmp_path, source, target, sentence):
+    paths = write(tmp_path, b"" if source in (None, ...) else source, target)
     if source in (None, ...):
         paths[0].unlink()
     if source is ...:

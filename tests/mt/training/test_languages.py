@@ -12,6 +12,7 @@ from deepfast.mt.training import train
 from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.sections import DataSection
 from tests.mt.training.runs import rows
+from tests.mt.words import reversed_pairs, write_pairs
 
 LATENT = {
     "data.languages": "de,xx",
@@ -24,29 +25,25 @@ LATENT = {
 
 
 @pytest.fixture(scope="module")
-def tagged(corpus, tmp_path_factory):
-    """The corpus with a tag before every source: into xx, which is English, and into de."""
+def tagged(tmp_path_factory):
+    """A folder with text that has a tag before every source: into xx, which is the source's own
+    language, and into de."""
     folder = tmp_path_factory.mktemp("tagged")
-    for part in ("train", "dev", "test"):
-        sides = [(corpus / f"{part}.{s}").read_text("utf-8").splitlines() for s in ("en", "de")]
-        rows = [
-            (f"<{'xx' if i % 3 else 'de'}> {source}", source if i % 3 else target)
-            for i, (source, target) in enumerate(zip(*sides, strict=True))
-        ]
-        for side, name in enumerate(("source", "target")):
-            text = "".join(f"{row[side]}\n" for row in rows)
-            (folder / f"{part}.{name}").write_text(text, "utf-8")
+    for seed, (part, count) in enumerate((("train", 240), ("dev", 20), ("test", 10))):
+        rows = enumerate(reversed_pairs(count, seed))
+        write_pairs(folder, part, [
+            (["<xx>", *source], source) if i % 3 else (["<de>", *source], target)
+            for i, (source, target) in rows
+        ])  # fmt: skip
     return folder
 
 
 @pytest.fixture
 def latent_recipe(make_recipe, tagged):
     def make(changes=()):
-        files = {
-            f"data.{part}_{side}": str(tagged / f"{part}.{side}")
-            for part in ("train", "dev", "test")
-            for side in ("source", "target")
-        }
+        files = {f"data.{part}_{side}": str(tagged / f"{part}.{name}")
+                 for part in ("train", "dev", "test")
+                 for side, name in (("source", "en"), ("target", "de"))}  # fmt: skip
         return make_recipe(LATENT | files | dict(changes))
 
     return make
@@ -80,13 +77,13 @@ def test_phrases_of_several_languages_and_of_one(tmp_path, direction):
 
 
 def test_tags_in_the_text_and_in_a_ready_vocabulary(latent_recipe, make_recipe, tagged, tmp_path):
-    lines = (tagged / "train.source").read_text().splitlines()
+    lines = (tagged / "train.en").read_text().splitlines()
     lines[6] = lines[6].removeprefix("<de> ")
-    path = tmp_path / "train.source"
+    path = tmp_path / "train.en"
     path.write_text("\n".join(lines) + "\n")
     load_corpus(make_recipe().data, seed=1, folder=tmp_path).vocabulary.save(tmp_path / "plain")
     for key, value, told in (
-        ("train_source", path, r"train\.source:7: expected a source that begins with"),
+        ("train_source", path, r"train\.en:7: expected a source that begins with"),
         ("vocabulary", tmp_path / "plain", "got one without <de>, <xx>: learn one"),
     ):
         with pytest.raises(DataError, match=told):
@@ -128,7 +125,7 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert "decoder: 2 of 4 layers" in said
     assert said.endswith(f"to translate: deepfast mt translate {small} --language de < FILE\n")
     assert load_model(small)[0].config.decoder_connection == "residual"
-    lines = (tagged / "test.source").read_text().splitlines()
+    lines = (tagged / "test.en").read_text().splitlines()
     (tmp_path / "test.en").write_text("".join(line.partition(" ")[2] + "\n\n" for line in lines))
     outputs = []
     for checkpoint in (whole, small):
@@ -147,7 +144,7 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_vocabulary_for_each_side(make_recipe, corpus, tmp_path, capsys, ready):
+def test_a_vocabulary_for_each_side(run, corpus, tmp_path, capsys, ready):
     """Learned or ready, and to translate with."""
     texts = [(corpus / f"train.{side}").read_text("utf-8").splitlines() for side in ("en", "de")]
     source, target = map(Vocabulary.train, texts, (50, 60))
@@ -157,13 +154,11 @@ def test_a_vocabulary_for_each_side(make_recipe, corpus, tmp_path, capsys, ready
     if ready:
         changes = {"data.vocabulary": str(tmp_path / "source.model"),
                    "data.target_vocabulary": str(tmp_path / "target.model")}  # fmt: skip
-    changes |= {"train.max_steps": 2, "model.share_embeddings": "none"}
-    result = train(make_recipe(changes))
-    assert "vocabulary 50 and 60 pieces, " in capsys.readouterr().out
-    found, vocabulary = load_model(result.for_translation)
+    path = run(changes | {"train.max_steps": 2, "model.share_embeddings": "none"}).for_translation
+    found, vocabulary = load_model(path)
     assert (found.config.vocab_size, found.config.target_vocab_size) == (50, 60)
     assert Vocabulary.from_bytes(vocabulary) == both
     files = ["--source", str(corpus / "test.en"), "--reference", str(corpus / "test.de")]
     options = ["--replace-unknown", "--max-length", "9", "--device", "cpu"]
-    assert main(["mt", "score", "--checkpoint", str(result.for_translation), *files, *options]) == 0
+    assert main(["mt", "score", "--checkpoint", str(path), *files, *options]) == 0
     assert "chrF" in capsys.readouterr().out

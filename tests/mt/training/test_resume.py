@@ -44,6 +44,11 @@ STOPPED = {
     "interrupted in the first of two runs": (2, GROW),
 }  # fmt: skip
 """Name -> the step in which the run is killed or interrupted, and its recipe."""
+SLOW = {
+    "attention residuals, fewer micro-batches after the restart",
+    "before the second run saved",
+    "in the second run of one that grows",
+}
 ON_A_GPU = (7, {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"})
 GPU = [
     pytest.mark.gpu,
@@ -51,7 +56,10 @@ GPU = [
 ]
 
 
-@pytest.mark.parametrize("name", [*STOPPED, pytest.param("on a GPU", marks=GPU)])
+CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STOPPED]
+
+
+@pytest.mark.parametrize("name", [*CASES, pytest.param("on a GPU", marks=GPU)])
 def test_a_run_resumes_to_the_bit(run, whole_run, killed_at, monkeypatch, tmp_path, name):
     step, changes = (STOPPED | {"on a GPU": ON_A_GPU})[name]
     second = changes == GROW and "first" not in name
