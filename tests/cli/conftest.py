@@ -1,4 +1,4 @@
-"""Checkpoints, runs of sweeps in this process, and standard output that cannot be written."""
+"""Runs of sweeps in this process, and standard output that cannot be written."""
 
 import contextlib
 import os
@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from deepfast.cli import main
-from deepfast.mt.data import Vocabulary
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.mt.sweep import runs
 
 
@@ -44,28 +41,3 @@ def output(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
 
     return become
-
-
-@pytest.fixture(scope="session")
-def save_in():
-    """save_in(path, model, vocabulary) writes a checkpoint file."""
-
-    def write(path, model, vocabulary):
-        content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary, "step": 3,
-                   "recipe": {}}  # fmt: skip
-        save_checkpoint(path, content)
-
-    return write
-
-
-@pytest.fixture
-def save(save_in, tmp_path):
-    """save(model, vocabulary) writes a checkpoint file and returns its path."""
-
-    def write(model, vocabulary=None):
-        vocabulary = vocabulary or Vocabulary.train(["a b"], 9).to_bytes()
-        save_in(tmp_path / "model.pt", model, vocabulary)
-        return str(tmp_path / "model.pt")
-
-    return write

@@ -8,7 +8,7 @@ import torch
 from deepfast.cli import COMMANDS, main
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.training.run_folder import only_run
-from tests.mt.models.kinds import make
+from tests.mt.models.kinds import make, save
 
 PLAN = ["plan", "--budget", "24GiB", "--dim", "512", "--tokens", "8192"]
 SWEEP = ["sweep", "phrases-small", "--over", "model.dim=8", "--output", "new"]
@@ -94,14 +94,14 @@ TEXTS = {"text": "a\n", "two": "a\nb\n", "empty": "\n", "words": "a 1\n", "dicti
 
 
 @pytest.fixture(scope="module")
-def checkpoints(save_in, tmp_path_factory):
+def checkpoints(tmp_path_factory):
     """The content of a checkpoint file of each model."""
     folder = tmp_path_factory.mktemp("models")
     vocabulary = Vocabulary.train(["a b c d e"] * 9, 11, at_most=True, tags=["<de>"])
     found = {}
     for name, kind in MODELS.items():
         model = make(kind, torch.float32, vocab_size=len(vocabulary))
-        save_in(folder / name, model, vocabulary.to_bytes())
+        save(folder / name, model, vocabulary.to_bytes())
         found[name] = (folder / name).read_bytes()
     return found
 

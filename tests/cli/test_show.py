@@ -12,6 +12,7 @@ from deepfast.measure.depth_attention import mean_attention
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.data.vocabulary import SPACE
 from deepfast.mt.models import DepthGrowingConfig, TransformerConfig, build
+from tests.mt.models.kinds import save
 
 SIZES = {"vocab_size": 9, "dim": 8, "num_heads": 2, "ffn_dim": 8, "encoder_layers": 4,
          "decoder_layers": 2}  # fmt: skip
@@ -38,12 +39,12 @@ def make(config=TransformerConfig, **options):
 
 
 @pytest.fixture
-def show(save, vocabulary, tmp_path, capsys):
+def show(vocabulary, tmp_path, capsys):
     """show(model, words): what the command prints, and the picture that it draws."""
 
     def run(model, *words):
         picture = tmp_path / "a.svg"
-        path = save(model, vocabulary.to_bytes())
+        path = save(tmp_path / "model.pt", model, vocabulary.to_bytes())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert main(["mt", "show", path, *words, "--output", str(picture)]) == 0
@@ -74,15 +75,15 @@ def test_the_weights_are_those_that_are_applied(dlcl, note):
 
 
 def test_bottom_and_top_of_a_grown_model(show):
-    tops = {"top_encoder_layers": 3, "top_decoder_connection": "dlcl", "vocab_size": 41}
-    model = make(DepthGrowingConfig, **tops)
+    model = make(
+        DepthGrowingConfig, top_encoder_layers=3, top_decoder_connection="dlcl", vocab_size=41
+    )
     sides = weight_picture.weights_of(model)
-    names = ["bottom encoder", "top decoder"]
-    assert [(side.name, len(side.matrix)) for side in sides] == [*zip(names, (5, 3), strict=True)]
+    assert [len(side.matrix) for side in sides] == [5, 3]
     bottom = model.bottom.encoder.connection.dlcl.effective_weight().detach()
     torch.testing.assert_close(sides[0].matrix, bottom)
     said, drawn = show(model)
-    for name in names:
+    for name in ("bottom encoder", "top decoder"):
         assert f"Depth weights of the {name}" in said
         assert re.search(rf"{name}: \d+ of \d+ weights", drawn)
 

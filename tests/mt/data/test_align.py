@@ -51,12 +51,12 @@ def test_links_are_those_of_the_literal_form(monkeypatch, at_once):
     monkeypatch.setattr(align, "ENTRIES_AT_ONCE", at_once)
     monkeypatch.setattr(align, "AT_ONCE", at_once)
     pairs = [pair for pair in reversed_pairs(50) if len(set(pair[0])) == len(pair[0])]
-    pairs += [(["only"], []), ([], ["nur"]), (["a", "c", "b"], ["x", "y", "y"])]
+    pairs.append((["a", "c", "b"], ["x", "y", "y"]))
     assert [*Aligner(pairs).links(pairs)] == literal_links(pairs, align.ROUNDS)
 
 
 def test_words_that_were_not_in_the_text_have_no_link():
-    aligner = Aligner(reversed_pairs(150))
+    aligner = Aligner([*reversed_pairs(150), (["only"], []), ([], ["nur"])])
     text = [(["new", "red", "tree"], ["Baum", "neu", "rot"]), (["new"], ["neu"]), ([], ["Baum"]),
             (["tree"], ["Baum"])]  # fmt: skip
     assert [*aligner.links(text)] == [[(2, 0), (1, 2)], [], [], [(0, 0)]]

@@ -1,8 +1,17 @@
 """Small models of every kind and option, and a batch for them."""
 
+from dataclasses import asdict
+
 import torch
 
-from deepfast.mt.models import DepthGrowingConfig, FastForwardLSTMConfig, TransformerConfig, build
+from deepfast.mt.models import (
+    DepthGrowingConfig,
+    FastForwardLSTMConfig,
+    TransformerConfig,
+    build,
+    kind_of,
+)
+from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
 # The second source is padded on the left, the third on the right. Ids 4 and 10 are real words.
@@ -127,6 +136,14 @@ def make(name, dtype=torch.float64, seed=3, **changes):
             if isinstance(module, torch.nn.Embedding):
                 module.weight[module.padding_idx] = 0
     return model
+
+
+def save(path, model, vocabulary=bytes(range(256)), **changes):
+    """Writes a checkpoint file; returns its path."""
+    content = {"step": 3, "kind": kind_of(model.config), "config": asdict(model.config),
+               "model": model.state_dict(), "vocabulary": vocabulary, "recipe": {}}  # fmt: skip
+    save_checkpoint(path, content | changes)
+    return str(path)
 
 
 def learning(model):

@@ -3,12 +3,11 @@
 import contextlib
 import random
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from deepfast.mt.models import TransformerConfig, kind_of
+from deepfast.mt.models import TransformerConfig
 from deepfast.mt.models.checkpoint import (
     FORMAT,
     VERSION,
@@ -19,25 +18,20 @@ from deepfast.mt.models.checkpoint import (
     load_model,
     save_checkpoint,
 )
-from tests.mt.models.kinds import SOME, SOURCE, TARGET, learning, make
+from tests.mt.models.kinds import SOME, SOURCE, TARGET, learning, make, save
 
 DAMAGED = r"^\S+model\.pt: expected a deepfast checkpoint, got a file of another kind, or one that "
-
-
-def content_of(model):
-    return {"step": 7, "kind": kind_of(model.config), "config": asdict(model.config),
-            "model": model.state_dict(), "vocabulary": bytes(range(256)),
-            "recipe": {"data": {}}}  # fmt: skip
-
-
-@pytest.fixture
-def content():
-    return content_of(make("frozen", torch.float32))
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "model.pt"
+
+
+@pytest.fixture
+def content(path):
+    """The content of a checkpoint file, which is at `path`."""
+    return load_checkpoint(save(path, make("frozen", torch.float32)))
 
 
 @pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "as the code", "frozen"])
@@ -46,13 +40,11 @@ def test_a_checkpoint_gives_the_same_model(name, path, monkeypatch):
     for package in ("deepfast.mt.models.checkpoint_folder", "torch.distributed.checkpoint"):
         monkeypatch.setitem(sys.modules, package, None)
     model = make(name, torch.float32)
-    content = content_of(model)
-    save_checkpoint(path, content)
-    assert load_checkpoint(path).keys() == content.keys() | {"format", "version"}
+    save(path, model)
     loaded, vocabulary = load_model(path)
     # The weights are copies, so the file may be deleted.
     path.write_bytes(b"")
-    assert vocabulary == content["vocabulary"]
+    assert vocabulary == bytes(range(256))
     assert not any(module.training for module in loaded.modules())
     assert learning(loaded).keys() == learning(model).keys()
     with torch.no_grad():
@@ -70,7 +62,6 @@ def test_bfloat16_weights_and_a_backend_of_another_machine(content, path):
 
 @pytest.mark.parametrize("fraction", [0.001, 0.9, 0.999])
 def test_cut_short(content, path, fraction):
-    save_checkpoint(path, content)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * fraction)])
     with pytest.raises(CheckpointError, match=DAMAGED):
         load_model(path)
@@ -78,7 +69,6 @@ def test_cut_short(content, path, fraction):
 
 def test_a_damaged_byte_is_an_error_or_changes_nothing(content, path):
     """Of the tensors each is an error; in the archive some are padding or times."""
-    save_checkpoint(path, content)
     data = path.read_bytes()
     weights = content["model"]["encoder.layers.0.feed_forward.up.weight"].numpy().tobytes()
     draw = random.Random(1)
@@ -151,7 +141,7 @@ def test_parts_that_do_not_go_together(content, path, kind, config, reason):
 
 def test_a_checkpoint_of_another_config_is_refused():
     mine = TransformerConfig(vocab_size=9)
-    content = {"kind": "transformer", "config": asdict(mine) | {"backend": "cpu"}}
+    content = {"kind": "transformer", "config": vars(mine) | {"backend": "cpu"}}
     check_config("a.pt", content, mine)
     other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
     with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):

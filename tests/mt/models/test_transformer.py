@@ -10,7 +10,7 @@ from deepfast.mt.models.transformer import sinusoids
 from deepfast.nn import LayerNorm, RMSNorm
 from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
 from tests.mt.models import kinds
-from tests.mt.models.kinds import REAL, SIZES, SOURCE, TARGET, make
+from tests.mt.models.kinds import SIZES, SOURCE, TARGET, make
 from tests.specifications.transparent_attention import transparent_attention
 
 
@@ -25,20 +25,14 @@ def test_all_norms_are_rms_norms(name):
     assert len(norms) == 3 * 2 + 2 * 3 + (2 if name == "rms" else 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "names"),
-    [
-        ("dlcl", ["embedding"]),
-        ("decoder's embedding", ["embedding", "target_embedding"]),
-        ("own embeddings", ["embedding", "output", "target_embedding"]),
-    ],
-)
-def test_embeddings_that_are_shared_or_not(name, names):
-    model = make(name)
-    found = {key.partition(".")[0] for key, _ in model.named_parameters()}
-    assert sorted(found - {"encoder", "decoder"}) == names
-    words = 11 if name == "dlcl" else 13
-    assert model(SOURCE, TARGET.clamp(max=words - 1)).shape == (REAL.sum(), words)
+def test_embeddings_that_are_shared_or_not():
+    for name, own in (
+        ("dlcl", {"embedding"}),
+        ("decoder's embedding", {"embedding", "target_embedding"}),
+        ("own embeddings", {"embedding", "output", "target_embedding"}),
+    ):
+        found = {key.partition(".")[0] for key, _ in make(name).named_parameters()}
+        assert found - {"encoder", "decoder"} == own
 
 
 def test_sinusoids():

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import save_checkpoint
-from tests.mt.models.kinds import make
+from tests.mt.models.kinds import make, save
 
 SENTENCES = [
     "a small house stands by the river",
@@ -86,11 +84,7 @@ def write(tmp_path_factory, vocabulary):
 
     def run(model, **changes):
         path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
-        content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary.to_bytes(),
-                   "step": 3, "recipe": {}}  # fmt: skip
-        save_checkpoint(path, content | changes)
-        return str(path)
+        return save(path, model, **{"vocabulary": vocabulary.to_bytes()} | changes)
 
     return run
 

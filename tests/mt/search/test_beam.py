@@ -96,8 +96,7 @@ def test_equals_the_plain_search(seed, beam, alpha, form, max_length, no_unknown
         assert_same(hypotheses, expected[:nbest])
 
 
-@pytest.mark.parametrize("make", [lively, grown])
-@pytest.mark.parametrize("beam", [1, 5])
+@pytest.mark.parametrize(("make", "beam"), [(lively, 4), (grown, 1)])
 def test_cached_search_equals_the_plain_search_without_cache(make, beam):
     """Each sentence alone, without padding."""
     model = make().double()

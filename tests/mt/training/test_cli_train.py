@@ -4,6 +4,7 @@ import io
 import os
 import shlex
 import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,9 +66,9 @@ def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(recipe_path, mon
 
 @pytest.fixture
 def send(monkeypatch):
-    """send(number, ...): the process gets these signals in every step."""
+    """send(numbers): the process gets these signals in every step."""
 
-    def signals(*numbers):
+    def signals(numbers):
         original = Trainer.train_step
 
         def train_step(self):
@@ -80,15 +81,19 @@ def send(monkeypatch):
     return signals
 
 
-@pytest.mark.parametrize(
-    ("numbers", "code"),
-    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGHUP], 130),
-     # A closed terminal sends it twice: its shell does, and the kernel.
-     ([signal.SIGHUP, signal.SIGHUP], 129)],
-)  # fmt: skip
+SIGNALS = [
+    ([signal.SIGINT], 130),
+    ([signal.SIGTERM], 143),
+    ([signal.SIGINT, signal.SIGHUP], 130),
+    # A closed terminal sends it twice: its shell does, and the kernel.
+    ([signal.SIGHUP, signal.SIGHUP], 129),
+]
+
+
+@pytest.mark.parametrize(("numbers", "code"), SIGNALS)
 def test_signals_have_their_exit_codes(recipe_path, send, capsys, numbers, code):
     before = list(map(signal.getsignal, numbers))
-    send(*numbers)
+    send(numbers)
     assert main(["mt", "train", str(recipe_path)]) == code
     out = capsys.readouterr().out
     assert f"{numbers[0].name}: stopped after step 1; continue from" in out
@@ -99,7 +104,7 @@ def test_signals_have_their_exit_codes(recipe_path, send, capsys, numbers, code)
 def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        send(signal.SIGHUP)
+        send([signal.SIGHUP])
         assert main(["mt", "train", str(recipe_path), "train.max_steps=2"]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -107,14 +112,10 @@ def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
 
 def test_an_interrupt_that_cannot_wait(recipe_path, tmp_path, send, capsys, monkeypatch):
     """Before the first step, and a second one."""
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("deepfast.mt.training.run.load_corpus", interrupted)
+        patch.setattr("deepfast.mt.training.run.load_corpus", Mock(side_effect=KeyboardInterrupt))
         assert main(["mt", "train", str(recipe_path)]) == 130
-    send(signal.SIGINT, signal.SIGINT)
+    send([signal.SIGINT, signal.SIGINT])
     assert main(["mt", "train", str(recipe_path)]) == 130
     assert capsys.readouterr().err.count("interrupted, no further checkpoint was written") == 2
     assert not list((tmp_path / "run").glob("step-*"))

@@ -10,7 +10,7 @@ from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import rows
 
 WIDE = {"data.max_tokens": 600, "train.max_steps": 2, "train.validate_every": 2,
-        "model.encoder_layers": 6, "model.dim": 32, "model.ffn_dim": 128}  # fmt: skip
+        "model.encoder_layers": 4, "model.dim": 32, "model.ffn_dim": 128}  # fmt: skip
 
 
 @pytest.fixture

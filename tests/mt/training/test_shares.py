@@ -49,9 +49,7 @@ def test_ranks_take_whole_micro_batches_as_far_as_they_can():
     assert len(shares(batches, 0, 8)) == 1
     assert len(shares(batches, 0, 3)) == 4
     assert len(shares(batches, 0, 2, whole=False)) == 4
-
-
-def test_parts_have_about_the_same_tokens():
+    # Parts have about the same tokens.
     (batch,) = step([60])
     for size in (2, 3, 4):
         ranks = [shares([batch], rank, size) for rank in range(size)]
