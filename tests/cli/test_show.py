@@ -56,6 +56,16 @@ def show(vocabulary, tmp_path, capsys):
     return run
 
 
+def test_small_weights_are_hidden():
+    """Under 10% of their row's largest, and above the diagonal."""
+    matrix = torch.tensor([[0.05, 7.0, 0.0], [0.2, -0.01, 0.0], [0.12, -4.0, 0.5]])
+    assert list(weight_picture.SideWeights("encoder", matrix).rows()) == [
+        ("1", "", "0 of 1", "7.05"),
+        ("2", "0: 0.20", "1 of 2", "0.19"),
+        ("output", "1: -4.00  2: 0.50", "2 of 3", "-3.38"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("dlcl", "note"),
     [

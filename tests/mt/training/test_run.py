@@ -35,22 +35,22 @@ def interrupt(trainer):
 
 @pytest.mark.parametrize("lowercase", [False, True])
 def test_a_run_learns_and_leaves_its_files(make_recipe, corpus, capsys, lowercase):
-    recipe = make_recipe({"train.max_steps": 60, "train.validate_every": 20, "model.dropout": 0.0,
+    recipe = make_recipe({"train.max_steps": 40, "train.validate_every": 20, "model.dropout": 0.0,
                           "train.log_every": 20, "train.test_bleu": True,
                           "data.lowercase": lowercase})  # fmt: skip
     result = train(recipe, quiet=True)
     assert capsys.readouterr().out == ""
     losses, validations = (rows(result.output, event) for event in ("train", "valid"))
-    assert [row["step"] for row in losses] == [1, 20, 40, 60]
+    assert [row["step"] for row in losses] == [1, 20, 40]
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.5
-    assert [row["step"] for row in validations] == [20, 40, 60]
-    assert (result.step, result.stopped) == (60, "max_steps")
+    assert [row["step"] for row in validations] == [20, 40]
+    assert (result.step, result.stopped) == (40, "max_steps")
     assert result.best_nll == min(row["nll"] for row in validations)
-    assert names(result.output) == ["average.pt", "best.pt", "step-00000052",
-                                    "step-00000056", "step-00000060"]  # fmt: skip
-    assert result.checkpoint.name == "step-00000060"
+    assert names(result.output) == ["average.pt", "best.pt", "step-00000032",
+                                    "step-00000036", "step-00000040"]  # fmt: skip
+    assert result.checkpoint.name == "step-00000040"
     assert result.for_translation in (result.best, result.average)
-    last = [result.output / f"step-{step:08d}" for step in (56, 60)]
+    last = [result.output / f"step-{step:08d}" for step in (36, 40)]
     average, expected = load_checkpoint(result.average)["model"], average_checkpoints(last)
     assert all(torch.equal(average[name], expected[name]) for name in expected)
     for path in (result.best, result.average, result.checkpoint):
@@ -61,7 +61,7 @@ def test_a_run_learns_and_leaves_its_files(make_recipe, corpus, capsys, lowercas
         assert vocabulary.decode(vocabulary.encode("das rot")) == "das rot"
 
     found = json.loads((result.output / "result.json").read_text())
-    assert (found["step"], found["stopped"]) == (60, "max_steps")
+    assert (found["step"], found["stopped"]) == (40, "max_steps")
     assert (found["best_nll"], found["average_nll"]) == (result.best_nll, result.average_nll)
     assert found["step_seconds"] > 0
     assert found["peak_bytes"] > 4 * found["parameters"] > 4000
