@@ -1,4 +1,4 @@
-"""Checkpoints, runs of sweeps in this process, and standard output that cannot be written."""
+"""Runs of sweeps in this process, and standard output that cannot be written."""
 
 import contextlib
 import os
@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from deepfast.cli import main
-from deepfast.mt.data import Vocabulary
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.mt.sweep import runs
 
 
@@ -44,18 +41,3 @@ def output(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
 
     return become
-
-
-@pytest.fixture
-def save(tmp_path):
-    """save(model, vocabulary) writes a checkpoint file and returns its path."""
-
-    def write(model, vocabulary=None):
-        vocabulary = vocabulary or Vocabulary.train(["a b"], 9).to_bytes()
-        content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary, "step": 3,
-                   "recipe": {}}  # fmt: skip
-        save_checkpoint(tmp_path / "model.pt", content)
-        return str(tmp_path / "model.pt")
-
-    return write

@@ -2,69 +2,57 @@
 
 import random
 
-import pytest
-
 from deepfast.cli import main
 from deepfast.mt.data import read_lines
 from deepfast.mt.data.posunk import MARK, read_translations
 from deepfast.mt.search import load_translator
+from tests.mt.words import WORDS, reversed_pairs, write_pairs
 
-WORDS = {"one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum",
-         "house": "Haus", "sees": "sieht", "and": "und"}  # fmt: skip
 RARE = {f"name{n}": f"Name{n}" for n in range(30)}
+BOTH = WORDS | RARE
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Translated word by word, in reverse order; a name in most sentences, each name rare."""
-    folder = tmp_path_factory.mktemp("texts")
+def test_marks_train_and_come_back_translated(tmp_path, capsys):
+    """A name is in each sentence, and each name is rare."""
     generator = random.Random(1)
     for part, count in (("train", 150), ("dev", 10)):
-        rows = [generator.choices(list(WORDS), k=generator.randint(2, 6)) for _ in range(count)]
+        rows = [row for row, _ in reversed_pairs(count)]
         for row in rows:
             row.insert(generator.randrange(len(row)), generator.choice(list(RARE)))
-        turned = [[(WORDS | RARE)[word] for word in reversed(row)] for row in rows]
-        for name, lines in ((f"{part}.en", rows), (f"{part}.de", turned)):
-            (folder / name).write_text("".join(" ".join(line) + "\n" for line in lines), "utf-8")
-    return folder
-
-
-def test_marks_train_and_come_back_translated(texts, tmp_path, capsys):
-    files = [str(texts / name) for name in ("train.en", "train.de", "dev.en", "dev.de")]
+        pairs = [(row, [BOTH[word] for word in reversed(row)]) for row in rows]
+        write_pairs(tmp_path, part, pairs)
+    files = [str(tmp_path / name) for name in ("train.en", "train.de", "dev.en", "dev.de")]
     marked = tmp_path / "marked"
-    assert main(["mt", "posunk", *files, "--words", "8", "--output", str(marked)]) == 0
+    assert main(["mt", "posunk", *files, "--words", "10", "--output", str(marked)]) == 0
     assert f"{marked / 'train.de'}: " in capsys.readouterr().out
-    assert read_translations(marked / "dictionary") == WORDS | RARE
+    assert read_translations(marked / "dictionary") == BOTH
     for part in ("train", "dev"):
-        text = zip(*(read_lines(path) for path in
-                     (texts / f"{part}.en", texts / f"{part}.de", marked / f"{part}.de")),
-                   strict=True)  # fmt: skip
-        for source, target, given in text:
+        paths = tmp_path / f"{part}.en", tmp_path / f"{part}.de", marked / f"{part}.de"
+        for source, target, given in zip(*map(read_lines, paths), strict=True):
             words = source.split()
             for j, (word, shown) in enumerate(zip(target.split(), given.split(), strict=True)):
                 found = MARK.fullmatch(shown)
                 assert (found is None) == (word in WORDS.values())
                 if found and found[1] != "null":
-                    assert (WORDS | RARE)[words[j - int(found[1])]] == word
+                    assert BOTH[words[j - int(found[1])]] == word
 
     output = tmp_path / "run"
     assert main([
         "mt", "train", "fflstm", f"data.train_source={files[0]}", f"data.dev_source={files[2]}",
         f"data.train_target={marked / 'train.de'}", f"data.dev_target={marked / 'dev.de'}",
-        "data.whole_words=true", "data.vocab_size=60", "data.target_vocab_size=28",
+        "data.whole_words=true", "data.vocab_size=60", "data.target_vocab_size=30",
         "data.max_tokens=200", "model.dim=8", "model.embedding_dim=8", "model.encoder_layers=1",
         "model.decoder_layers=1", "train.max_steps=2", "train.precision=float32",
         "train.device=cpu", f"output={output}",
     ]) == 0  # fmt: skip
     vocabulary = load_translator([output / "best.pt"], "cpu").vocabulary
     assert vocabulary.whole_words
-    # Eight words, their marks and four special words: no more is in the text.
-    assert len(vocabulary.target) <= 28
+    # Ten words, their marks and four special words: no more is in the text.
+    assert len(vocabulary.target) <= 30
     assert vocabulary.unk_id not in vocabulary.target.encode(read_lines(marked / "train.de")[0])
 
-    words = ["two", "blue", "name3", "zzz"]
     source = tmp_path / "source"
-    source.write_text(" ".join(words) + "\n")
+    source.write_text("two blue name3 zzz\n")
     assert main([
         "mt", "translate", str(output / "best.pt"), "--input", str(source), "--device", "cpu",
         "--dictionary", str(marked / "dictionary"), "--beam", "2", "--max-length", "6",

@@ -79,12 +79,11 @@ def test_other_text_vocabulary_or_case_is_another_folder(text, vocabulary, tmp_p
 
 def test_a_text_that_cannot_be_read_leaves_no_pairs(text, vocabulary, tmp_path):
     text.target.write_bytes(text.target.read_bytes() + b"\xff\n")
-    with pytest.raises(DataError, match="expected UTF-8"):
-        prepare(text, vocabulary, tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file: cannot be made"):
-        prepare(text, vocabulary, tmp_path / "file")
+    for name, told in (("cache", "expected UTF-8"), ("file", "file: cannot be made")):
+        with pytest.raises(DataError, match=told):
+            prepare(text, vocabulary, tmp_path / name)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def _prepare(arguments):
@@ -95,6 +94,6 @@ def _prepare(arguments):
 
 def test_processes_write_a_text_once(text, vocabulary, tmp_path):
     given = (text.source, text.target), vocabulary.to_bytes(), tmp_path / "cache"
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map(_prepare, [given] * 4, chunksize=1)
     assert len({(tuple(ids), inode) for _, ids, inode in found}) == 1

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import deepfast.mt.data
 from deepfast.files import MissingPackage
 from deepfast.mt.data import phrases
 
@@ -14,11 +13,7 @@ kinds = importlib.import_module("deepfast.mt.data.phrases")
 SIZES = {"train": 300, "dev": 30, "test": 60}
 
 
-@pytest.fixture(scope="module", params=kinds.LANGUAGES)
-def language(request):
-    return request.param
-
-
+@pytest.mark.parametrize("language", kinds.LANGUAGES)
 def test_parts(language):
     parts = phrases(language, **SIZES)
     assert {part: len(pairs) for part, pairs in parts.items()} == SIZES
@@ -38,56 +33,37 @@ def test_parts(language):
     assert phrases(language, train=0, dev=0, test=60)["test"] == parts["test"]
 
 
-def test_importing_the_corpus_needs_no_optional_package(monkeypatch):
-    monkeypatch.setattr(deepfast.mt, "data", deepfast.mt.data)
-    for name in [name for name in sys.modules if name.startswith("deepfast.mt.data")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("sentencepiece", "num2words", "babel"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert importlib.import_module("deepfast.mt.data").phrases is not phrases
-
-
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_same_in_another_process(python):
     """Each process has other hashes of text."""
     words = "from deepfast.mt.data import phrases; print(phrases('de', train=5, dev=0, test=0))"
     assert python("-c", words).stdout.strip() == str(phrases("de", train=5, dev=0, test=0))
 
 
-def test_another_language_is_refused():
-    with pytest.raises(ValueError, match="one of de, fr, es, got 'it'"):
-        phrases("it")
-
-
-def test_more_pairs_than_there_are(monkeypatch):
+def test_what_is_refused(monkeypatch):
+    for missing in ("num2words", "babel.dates"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            kinds.words.cache_clear()
+            kinds._months.cache_clear()
+            with pytest.raises(MissingPackage, match=r"phrase corpus needs .*deepfast\[train\]"):
+                phrases("de", train=100, dev=0, test=0)
+    # More pairs than there are.
     monkeypatch.setattr(kinds, "PATIENCE", 5)
     monkeypatch.setitem(kinds.KINDS, "date", lambda *_: ("one", "eins"))
     with pytest.raises(ValueError, match="got 4 pairs and no new phrase of the kind 'date'"):
         phrases("de", train=9, dev=0, test=0)
 
 
-@pytest.mark.parametrize("missing", ["num2words", "babel.dates"])
-def test_without_the_packages_the_extra_is_named(monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    kinds.words.cache_clear()
-    kinds._months.cache_clear()
-    with pytest.raises(MissingPackage, match=r"phrase corpus needs .*deepfast\[train\]"):
-        phrases("de", train=100, dev=0, test=0)
-
-
-@pytest.mark.parametrize(
-    ("number", "to", "language", "expected"),
-    [
-        (21_000, "cardinal", "es", "veintiún mil"),
-        (101_001, "cardinal", "es", "ciento un mil uno"),
-        (1_031_000, "cardinal", "es", "un millón treinta y un mil"),
-        (81, "cardinal", "fr", "quatre-vingt-un"),
-        (1996, "year", "de", "neunzehnhundertsechsundneunzig"),
-        (1996, "year", "en", "nineteen ninety-six"),
-    ],
-)
-def test_words(number, to, language, expected):
-    assert kinds.words(number, language, to) == expected
+def test_numbers_in_words():
+    for number, language, to, expected in (
+        (21_000, "es", "cardinal", "veintiún mil"),
+        (101_001, "es", "cardinal", "ciento un mil uno"),
+        (1_031_000, "es", "cardinal", "un millón treinta y un mil"),
+        (81, "fr", "cardinal", "quatre-vingt-un"),
+        (1996, "en", "year", "nineteen ninety-six"),
+    ):
+        assert kinds.words(number, language, to) == expected
 
 
 PHRASES = {

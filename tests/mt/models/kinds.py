@@ -1,8 +1,17 @@
 """Small models of every kind and option, and a batch for them."""
 
+from dataclasses import asdict
+
 import torch
 
-from deepfast.mt.models import DepthGrowingConfig, FastForwardLSTMConfig, TransformerConfig, build
+from deepfast.mt.models import (
+    DepthGrowingConfig,
+    FastForwardLSTMConfig,
+    TransformerConfig,
+    build,
+    kind_of,
+)
+from deepfast.mt.models.checkpoint import save_checkpoint
 from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
 
 # The second source is padded on the left, the third on the right. Ids 4 and 10 are real words.
@@ -36,6 +45,7 @@ TRANSFORMERS = {
     "vector": {"dlcl": {"weight_type": "vector", "init": "one", "window": 2}},
     "group, post": {"norm": "post", "encoder_connection": "residual", "decoder_connection": "dlcl",
                     "dlcl": {"weight_type": "group", "groups": 3, "softmax": True}},
+    "frozen": both("dlcl", dlcl={"weight_type": "vector", "learnable": False}),
     "denseformer": both("denseformer"),
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
@@ -57,6 +67,14 @@ TRANSFORMERS = {
 } | {
     f"{kind} fusion, {norm}": fused(kind, norm=norm, decoder_connection="dlcl")
     for kind in FUSIONS for norm in ("pre", "post")
+}  # fmt: skip
+# The fusions of both sides share E, with or without the word embedding.
+TRANSFORMERS |= {
+    f"{kind} fusion of layers alone": fused(
+        kind, fusion={n: x for n, x in FUSION.items() if n in OPTIONS[kind]}
+        | {"word_embedding": False, "layer_embeddings": k % 2 == 0},
+    )
+    for k, kind in enumerate(FUSIONS)
 }  # fmt: skip
 ONE_NORM = [f"{kind} fusion, {'pre' if k % 2 else 'post'}" for k, kind in enumerate(FUSIONS)]
 """Each fusion with one of the places of the norm."""
@@ -97,14 +115,19 @@ CONFIGS = {
 """Name -> the class of a config, and its fields."""
 
 
+SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
+        "Deep-Att", "Deep-ED")  # fmt: skip
+"""A model of each kind."""
+
+
 def config(name, **changes):
     kind, given = CONFIGS[name]
     return kind(**given | changes)
 
 
-def make(name, dtype=torch.float64, **changes):
+def make(name, dtype=torch.float64, seed=3, **changes):
     """In evaluation mode. Its parameters are moved from values that could hide a mistake."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model = build(config(name, **changes)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,6 +136,14 @@ def make(name, dtype=torch.float64, **changes):
             if isinstance(module, torch.nn.Embedding):
                 module.weight[module.padding_idx] = 0
     return model
+
+
+def save(path, model, vocabulary=bytes(range(256)), **changes):
+    """Writes a checkpoint file; returns its path."""
+    content = {"step": 3, "kind": kind_of(model.config), "config": asdict(model.config),
+               "model": model.state_dict(), "vocabulary": vocabulary, "recipe": {}}  # fmt: skip
+    save_checkpoint(path, content | changes)
+    return str(path)
 
 
 def learning(model):

@@ -1,34 +1,19 @@
 """What every model of the toolkit does, for all kinds and options."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast.memory import POLICIES
-from deepfast.mt.models import kind_of
-from deepfast.mt.models.checkpoint import load_model, save_checkpoint
-from tests.mt.models.kinds import (
-    CONFIGS,
-    LABELS,
-    LSTMS,
-    ONE_NORM,
-    REAL,
-    SOURCE,
-    TARGET,
-    assert_steps_equal_forward,
-    gradients,
-    learning,
-    make,
-)
+from tests.mt.models import kinds
+from tests.mt.models.kinds import LABELS, REAL, SOURCE, TARGET, learning, make
 
 # The options of an LSTM are compared with its specification.
-NAMES = [name for name in CONFIGS if name not in LSTMS and " fusion, " not in name] + ONE_NORM
+NAMES = [
+    name for name in kinds.CONFIGS if name not in kinds.LSTMS and " fusion, " not in name
+] + kinds.ONE_NORM
 NAMES += ["Deep-Att", "Deep-ED", "Deep-Att, plain", "Deep-ED, plain"]
 EVERY = pytest.mark.parametrize("name", NAMES)
-SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
-        "Deep-Att", "Deep-ED")  # fmt: skip
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -38,8 +23,8 @@ def left_padded(tokens):
 
 @EVERY
 def test_decoding_step_by_step_equals_forward(name):
-    assert_steps_equal_forward(make(name))
-    assert_steps_equal_forward(make(name, torch.float32), **NEAR)
+    kinds.assert_steps_equal_forward(make(name))
+    kinds.assert_steps_equal_forward(make(name, torch.float32), **NEAR)
 
 
 @EVERY
@@ -92,25 +77,12 @@ def test_loss_and_gradients_are_torchs_on_the_logits(name):
         assert name == "latent" or got[key].ne(0).any(), key
 
 
-@pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "as the code"])
-def test_a_checkpoint_gives_the_same_model(name, tmp_path):
-    model = make(name, torch.float32)
-    content = {"step": 1, "kind": kind_of(model.config), "config": asdict(model.config),
-               "model": model.state_dict(), "vocabulary": b"pieces", "recipe": {}}  # fmt: skip
-    save_checkpoint(tmp_path / "model.pt", content)
-    loaded, _ = load_model(tmp_path / "model.pt")
-    assert not any(module.training for module in loaded.modules())
-    assert learning(loaded).keys() == learning(model).keys()
-    with torch.no_grad():
-        assert torch.equal(loaded(SOURCE, TARGET), model(SOURCE, TARGET))
-
-
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", kinds.SOME)
 def test_autocast_learns_in_float32(name):
     model = make(name, torch.float32)
-    exact, _ = gradients(model)
+    exact, _ = kinds.gradients(model)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed, found = gradients(model)
+        mixed, found = kinds.gradients(model)
         state = model.start(SOURCE)
         logits = [model.step(torch.full((3,), token), state) for token in (2, 4)]
     assert mixed == pytest.approx(exact, rel=0.05)
@@ -122,13 +94,13 @@ def test_autocast_learns_in_float32(name):
                                   "average fusion, post", "dlcl everywhere"])  # fmt: skip
 def test_memory_policies_give_the_same_gradients(name):
     model = make(name, dropout=0.3).train()
-    expected = gradients(model)
+    expected = kinds.gradients(model)
     for policy in POLICIES:
         model.encoder.set_recompute(policy)
         # A decoder of plain residual layers has no history to keep.
         plain = model.config.decoder_connection == "residual" and policy == "layer+input"
         model.decoder.set_recompute("layer" if plain else policy)
-        loss, found = gradients(model)
+        loss, found = kinds.gradients(model)
         assert loss == expected[0], policy
         for key, gradient in expected[1].items():
             torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=key)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.mt.models import FastForwardLSTM, FastForwardLSTMConfig
-from tests.mt.models.kinds import LABELS, LSTMS, REAL, RECURRENT, SOURCE, TARGET, make
+from tests.mt.models.kinds import LABELS, LSTMS, REAL, SOURCE, TARGET, make
 from tests.specifications.fast_forward_lstm import fast_forward_lstm
 
 
@@ -28,7 +28,8 @@ def test_is_its_transcription(name):
     """With the options of the paper's tables 2 to 6."""
     model = make(name)
     pairs = [(real(s), real(t)) for s, t in zip(SOURCE.tolist(), TARGET.tolist(), strict=True)]
-    exact = torch.cat([transcribed(model, *pair)[0] for pair in pairs])
+    exact, attention = zip(*(transcribed(model, *pair) for pair in pairs), strict=True)
+    exact = torch.cat(exact)
     torch.testing.assert_close(model(SOURCE, TARGET), exact)
     expected = F.cross_entropy(exact, LABELS[REAL], reduction="sum", label_smoothing=0.1)
     loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
@@ -36,31 +37,13 @@ def test_is_its_transcription(name):
     found, wanted = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
     for (key, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
         torch.testing.assert_close(a, b, msg=key)
-
-
-def test_a_model_without_its_options_has_no_such_parameters():
-    plain = make("Deep-Att", fast_forward=False, columns=1)
-    assert not hasattr(plain, "quarter")
-    assert len(plain.columns) == 1
-    assert plain.describe() == (
-        "Deep-Att, 3 + 2 LSTM layers, 6 cells, no fast-forward connections, one column"
-    )
-    model = FastForwardLSTM(FastForwardLSTMConfig(bias=True, **RECURRENT))
-    biases = [p for key, p in model.named_parameters() if key.endswith("bias")]
-    assert len(biases) == 2 * 3 + 2 + 2
-    assert not any(p.any() for p in biases)
-
-
-def test_alignment_is_the_attention():
-    model = make("Deep-Att")
+    if not model.config.attention:
+        assert model.alignment is None
+        return
     weights = model.alignment(SOURCE, TARGET)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-    for b in range(3):
-        row, target = SOURCE[b].tolist(), real(TARGET[b].tolist())
-        kept = [s for s, token in enumerate(row) if token != 0]
-        exact = transcribed(model, real(row), target)[1]
-        torch.testing.assert_close(weights[b, : len(target)][:, kept], exact)
-    assert make("Deep-ED").alignment is None
+    for row, source, (_, target), own in zip(weights, SOURCE, pairs, attention, strict=True):
+        torch.testing.assert_close(row[: len(target)][:, source != 0], own)
 
 
 def test_starts_as_the_paper_says():
@@ -74,6 +57,10 @@ def test_starts_as_the_paper_says():
     # 512 cells: c has 5120 channels, which attention reduces to 1280.
     assert model.quarter.weight.shape == (80, 320)
     assert (len(model.columns), len(model.columns[0]), len(model.decoder)) == (2, 9, 7)
+    given = FastForwardLSTMConfig(vocab_size=50, dim=32, embedding_dim=16, bias=True)
+    biases = [p for key, p in FastForwardLSTM(given).named_parameters() if key.endswith("bias")]
+    assert len(biases) == 2 * 9 + 7 + 2
+    assert not any(p.any() for p in biases)
 
 
 def test_rates_and_decay():

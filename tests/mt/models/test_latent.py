@@ -19,13 +19,14 @@ LOGITS = {
     "encoder": [[1, -1, 2], [-1, 1, 1], [1, 1, -2]],
     "decoder": [[2, -1, 1, -3], [-1, 1, -1, -1], [1, -1, 1, -1]],
 }
+BOTH = {"encoder_connection": "latent", "decoder_connection": "latent"}
+MIXED = {"encoder_connection": "residual", "decoder_connection": "dlcl"}
 
 
 def build(languages=LANGUAGES, latent=None, **changes):
     sizes = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 4}
-    connections = {"encoder_connection": "latent", "decoder_connection": "latent"}
     config = TransformerConfig(
-        vocab_size=13, languages=languages, latent=latent or {}, **sizes | connections | changes
+        vocab_size=13, languages=languages, latent=latent or {}, **sizes | BOTH | changes
     )
     model = Transformer(config)
     with torch.no_grad():
@@ -69,31 +70,26 @@ def test_the_tag_chooses_the_layers():
 
 
 def test_sources_without_one_language_and_layers_without_a_number_are_refused():
-    model = build()
+    model, plain = build(), build(**MIXED)
     with torch.no_grad():
         # French uses no layer of the decoder; Spanish has a logit of the encoder that is none.
         model.decoder.latent.logits[1] = -1
         model.encoder.latent.logits[2, 2] = torch.nan
     model.alignment(tagged(4), TARGET)
+    mixed, untagged = torch.tensor([[4, 8, 3], [5, 8, 3]]), torch.tensor([[8, 9, 3]])
     for run, sentence in (
-        (lambda: model.start(torch.tensor([[4, 8, 3], [5, 8, 3]])), "expected a batch of one lang"),
-        (lambda: model.start(torch.tensor([[8, 4, 3]])), "begins with the tag of one of the lang"),
-        (lambda: model.alignment(tagged(5), TARGET), "alignment: expected a decoder layer that is"),
-        (lambda: model.start(tagged(6)), "logits must be numbers, got nan for layer 2 of languag"),
+        (partial(model.start, mixed), "expected a batch of one lang"),
+        (partial(model.start, untagged), "begins with the tag of one of the lang"),
+        (partial(model.alignment, tagged(5), TARGET), "alignment: expected a decoder layer that"),
+        (partial(model.start, tagged(6)), "logits must be numbers, got nan for layer 2 of languag"),
+        (partial(plain.group, [8]), "begins with the tag of one of the languages de, fr, es"),
+        (partial(beam_search, plain, untagged), "begins with the tag"),
     ):
         with pytest.raises(ValueError, match=sentence):
             run()
-
-
-def test_without_latent_depth_languages_share_a_batch_and_have_tags():
-    """As in training, where a line without a tag is refused."""
-    model = build(encoder_connection="residual", decoder_connection="dlcl")
-    assert [model.group([tag, 8]) for tag in LANGUAGES.values()] == [0, 0, 0]
-    with pytest.raises(ValueError, match="begins with the tag of one of the languages de, fr, es"):
-        model.group([8])
-    model(torch.tensor([[4, 8, 3], [5, 8, 3]]), TARGET)
-    with pytest.raises(ValueError, match="begins with the tag"):
-        beam_search(model, torch.tensor([[8, 9, 3]]))
+    # Without latent depth languages share a batch.
+    assert [plain.group([tag, 8]) for tag in LANGUAGES.values()] == [0, 0, 0]
+    plain(mixed, TARGET)
 
 
 def test_the_penalty_is_part_of_the_loss_alone():
@@ -132,29 +128,24 @@ def test_the_two_sides_draw_apart():
 
 def test_metrics():
     row = build().metrics()
-    assert row["decoder_depth"] == pytest.approx(
-        torch.tensor(LOGITS["decoder"]).sigmoid().mean(0).sum()
-    )
+    depth = torch.tensor(LOGITS["decoder"]).sigmoid().mean(0).sum()
+    assert row["decoder_depth"] == pytest.approx(depth)
     assert row["encoder_kl"] > 0
     assert (row["decoder_layers_fr"], row["decoder_used_fr"]) == (1, [1])
     assert row["encoder_used_es"] == [0, 1]
     assert build({}).metrics()["decoder_used"] == [0, 2]
-    assert build(encoder_connection="residual", decoder_connection="dlcl").metrics() == {}
+    assert build(**MIXED).metrics() == {}
 
 
 def test_logits_may_learn_faster():
     model = build(latent={"lr_scale": 20.0})
     groups = model.parameter_groups()
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
-    assert [p for g in groups[2:] for p in g["params"]] == [
-        model.encoder.latent.logits, model.decoder.latent.logits,
-    ]  # fmt: skip
-    named = [id(p) for g in groups for p in g["params"]]
+    logits = [model.encoder.latent.logits, model.decoder.latent.logits]
+    assert [p for group in groups[2:] for p in group["params"]] == logits
+    named = [id(p) for group in groups for p in group["params"]]
     assert sorted(named) == sorted(id(p) for p in model.parameters())
     assert len(build().parameter_groups()) == 2
-
-
-# ---- pruning -------------------------------------------------------------------------------------
 
 
 def pruned(model, language=None):
@@ -167,36 +158,36 @@ def pruned(model, language=None):
 @pytest.mark.parametrize(
     ("language", "changes", "layers"),
     [
-        ("de", {}, (2, 2)), ("fr", {"norm_type": "none"}, (2, 1)), ("es", {}, (2, 2)),
+        ("de", {}, (2, 2)),
+        ("fr", {"norm_type": "none"}, (2, 1)),
+        ("es", {}, (2, 2)),
         (None, {}, (3, 3)),
         ("fr", {"encoder_connection": "residual", "encoder_fusion": "average"}, (3, 1)),
         (None, {"languages": {}, "decoder_connection": "dlcl"}, (2, 4)),
         # Nothing can be left out.
-        (None, {"norm": "post"}, (3, 4)), (None, {"latent": {"evaluation": "mean"}}, (3, 4)),
+        (None, {"norm": "post"}, (3, 4)),
+        (None, {"latent": {"evaluation": "mean"}}, (3, 4)),
         (None, {"encoder_connection": "dlcl", "decoder_connection": "residual"}, (3, 4)),
     ],
-)  # fmt: skip
+)
 @torch.no_grad()
 def test_a_pruned_model_is_the_model_without_its_unused_layers(language, changes, layers):
-    """Bit for bit."""
+    """Bit for bit, and it knows no other language."""
     model = build(**changes)
     smaller = pruned(model, language)
     c = smaller.config
     assert (c.encoder_layers, c.decoder_layers) == layers
     for tag in LANGUAGES.values() if language is None else [LANGUAGES[language]]:
         assert torch.equal(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET))
-    if language is not None:
-        assert c.encoder_connection == c.decoder_connection == "residual"
-        assert (c.latent, c.languages) == ({}, {language: LANGUAGES[language]})
-
-
-def test_a_pruned_model_knows_no_other_language():
-    smaller = pruned(build(), "fr")
-    assert smaller.group([5, 8]) == 0
-    for other in (4, 6, 8):
+    if language is None:
+        return
+    assert c.encoder_connection == c.decoder_connection == "residual"
+    assert (c.latent, c.languages) == ({}, {language: LANGUAGES[language]})
+    assert smaller.group([LANGUAGES[language], 8]) == 0
+    for other in {4, 5, 6, 8} - {LANGUAGES[language]}:
         uses = partial(smaller.group, [other, 8]), partial(smaller, tagged(other), TARGET)
         for use in (*uses, partial(beam_search, smaller, tagged(other))):
-            with pytest.raises(ValueError, match="of one of the languages fr, got none"):
+            with pytest.raises(ValueError, match=f"of one of the languages {language}, got none"):
                 use()
 
 
@@ -213,7 +204,7 @@ def test_what_cannot_be_pruned():
     with torch.no_grad():
         idle.decoder.latent.logits[1] = -1
     for model, language, sentence in (
-        (build(encoder_connection="dlcl", decoder_connection="residual"), "fr", nothing),
+        (build(**MIXED), "fr", nothing),
         (build(norm="post"), "de", nothing),
         (build(latent={"evaluation": "mean"}), "de", nothing),
         (build(), "it", r"a language of the model \(de, fr, es\), got 'it'"),

@@ -4,17 +4,7 @@ import pytest
 import torch
 
 from deepfast.mt.data import Vocabulary
-from deepfast.mt.ids import PAD
-from deepfast.mt.models import (
-    DepthGrowing,
-    DepthGrowingConfig,
-    FastForwardLSTM,
-    FastForwardLSTMConfig,
-    Transformer,
-    TransformerConfig,
-    kind_of,
-)
-from deepfast.mt.models.checkpoint import save_checkpoint
+from tests.mt.models.kinds import make, save
 
 SENTENCES = [
     "a small house stands by the river",
@@ -27,43 +17,22 @@ SENTENCES = [
 
 FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 """Arguments of a search that takes no time."""
-SIZES = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 2, "decoder_layers": 2}
 
 
 def lively(vocab_size=9, seed=0, **changes):
     """A tiny model whose predictions are neither flat nor a copy of its input."""
-    options = SIZES | {"decoder_connection": "dlcl", "vocab_size": vocab_size} | changes
-    return shaken(Transformer(TransformerConfig(**options)), seed)
+    return make("dlcl", torch.float32, seed, **{"vocab_size": vocab_size} | changes)
 
 
 def grown(vocab_size=9, seed=0, **changes):
-    """The same model, grown: with a top."""
-    options = SIZES | {"top_encoder_connection": "dlcl", "vocab_size": vocab_size} | changes
-    return shaken(DepthGrowing(DepthGrowingConfig(**options)), seed)
+    """A model with a top."""
+    return make("dlcl on top", torch.float32, seed, **{"vocab_size": vocab_size} | changes)
 
 
 def recurrent(vocab_size, attention=True):
-    """A tiny model of another kind, whose predictions are not uniform."""
-    config = FastForwardLSTMConfig(
-        vocab_size=vocab_size, dim=8, embedding_dim=6, encoder_layers=2, decoder_layers=2,
-        attention=attention,
-    )  # fmt: skip
-    model = FastForwardLSTM(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(8)
-    return model.eval()
-
-
-def shaken(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.5 if "embedding" in name else 0.4
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
-        embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
-        embedding.weight[PAD].zero_()
-    return model
+    """A model of another kind."""
+    name = "Deep-Att" if attention else "Deep-ED"
+    return make(name, torch.float32, 0, vocab_size=vocab_size)
 
 
 class Table(torch.nn.Module):
@@ -99,13 +68,6 @@ class Table(torch.nn.Module):
         return torch.stack([self.rule(*prefix) for prefix in state.prefixes])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    # One thread: these models are too small for several, and waiting for a busy core is slow.
-    with threads(1):
-        yield
-
-
 @pytest.fixture(scope="session")
 def vocabulary():
     return Vocabulary.train(SENTENCES, 60)
@@ -113,7 +75,7 @@ def vocabulary():
 
 @pytest.fixture(scope="session")
 def model(vocabulary):
-    return lively(len(vocabulary)).eval()
+    return lively(len(vocabulary), seed=3)
 
 
 @pytest.fixture(scope="session")
@@ -122,11 +84,7 @@ def write(tmp_path_factory, vocabulary):
 
     def run(model, **changes):
         path = tmp_path_factory.mktemp("checkpoint") / "model.pt"
-        content = {"kind": kind_of(model.config), "config": vars(model.config),
-                   "model": model.state_dict(), "vocabulary": vocabulary.to_bytes(),
-                   "step": 3, "recipe": {}}  # fmt: skip
-        save_checkpoint(path, content | changes)
-        return str(path)
+        return save(path, model, **{"vocabulary": vocabulary.to_bytes()} | changes)
 
     return run
 
@@ -139,7 +97,7 @@ def checkpoint(write, model):
 
 @pytest.fixture(scope="session")
 def grown_model(vocabulary):
-    return grown(len(vocabulary)).eval()
+    return grown(len(vocabulary))
 
 
 @pytest.fixture

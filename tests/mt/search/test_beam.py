@@ -62,14 +62,14 @@ def forward_log_probs(model, source):
     return log_probs
 
 
-def assert_same(got, expected, tolerance):
+def assert_same(got, expected):
     assert [h.tokens for h in got] == [h.tokens for h in expected]
-    for g, e in zip(got, expected, strict=True):
-        assert g.score == pytest.approx(e.score, abs=tolerance)
-        assert g.log_prob == pytest.approx(e.log_prob, abs=tolerance)
+    for name in ("score", "log_prob"):
+        wanted = [getattr(h, name) for h in expected]
+        assert [getattr(h, name) for h in got] == pytest.approx(wanted, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     beam=st.one_of(st.integers(1, 6), st.just(40)),
@@ -93,19 +93,18 @@ def test_equals_the_plain_search(seed, beam, alpha, form, max_length, no_unknown
             lambda prefix, index=index: rule(index, prefix).log_softmax(0),
             tokens, beam, max_length, alpha, form,
         )  # fmt: skip
-        assert_same(hypotheses, expected[:nbest], 1e-9)
+        assert_same(hypotheses, expected[:nbest])
 
 
-@pytest.mark.parametrize("make", [lively, grown])
-@pytest.mark.parametrize("beam", [1, 5])
+@pytest.mark.parametrize(("make", "beam"), [(lively, 4), (grown, 1)])
 def test_cached_search_equals_the_plain_search_without_cache(make, beam):
     """Each sentence alone, without padding."""
-    model = make().double().eval()
+    model = make().double()
     got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=6))
     for source, hypotheses in zip(SOURCE, got, strict=True):
         log_probs = forward_log_probs(model, source[source != PAD][None])
         expected = plain_search(log_probs, (UNK, 4, 5, 6, 7, 8), beam, 6)[:beam]
-        assert_same(hypotheses, expected, 1e-9)
+        assert_same(hypotheses, expected)
 
 
 @pytest.mark.parametrize("make", [lively, grown, partial(recurrent, 9)])
@@ -157,16 +156,15 @@ def test_the_default_length_limit():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(precision):
-    model = lively(seed=1).eval()
+def test_on_a_gpu():
+    model = lively(seed=1)
     expected = beam_search(model, SOURCE)
     model.cuda()
-    with torch.autocast("cuda", precision, enabled=precision != torch.float32):
-        got = beam_search(model, SOURCE.cuda())
-    tolerance = 1e-3 if precision == torch.float32 else 0.1
-    for (g,), (e,) in zip(got, expected, strict=True):
-        assert g.score == pytest.approx(e.score, abs=tolerance * abs(e.score) + tolerance)
+    for precision, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        with torch.autocast("cuda", precision, enabled=precision != torch.float32):
+            got = beam_search(model, SOURCE.cuda())
+        for (g,), (e,) in zip(got, expected, strict=True):
+            assert g.score == pytest.approx(e.score, abs=tolerance, rel=tolerance)
 
 
 def test_mode_and_gradients_are_left_as_they_were():
@@ -174,26 +172,26 @@ def test_mode_and_gradients_are_left_as_they_were():
     first, second = beam_search(model, SOURCE), beam_search(model, SOURCE)
     assert first == second
     assert model.training
-    logits = model(SOURCE, torch.tensor([[2], [2], [2]]))
-    logits.sum().backward()
+    model(SOURCE, torch.tensor([[2], [2], [2]])).sum().backward()
     assert model.embedding.weight.grad.isfinite().all()
 
 
-def third_step(bad, place, sentence, prefix):
-    logits = torch.zeros(9)
-    logits[place] = bad if len(prefix) == 2 else 0.0
-    return logits
+def test_nothing_to_search_or_to_score():
+    model, nothing = lively(), torch.zeros(0, 4, dtype=torch.int64)
+    assert beam_search(model, nothing) == score_hypotheses(model, nothing, []) == []
+    assert score_hypotheses(model, SOURCE, [[]] * 3) == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    ("rule", "sentence"),
-    [
-        *((partial(third_step, bad, place), "expected finite logits from the model, got NaN")
-          for bad in (math.nan, math.inf) for place in (0, EOS, 8)),
-        (lambda s, p: torch.tensor([0.0, 0, 0, -math.inf, -math.inf]),
-         "position 1, got probability 0 for all"),
-    ],
-)  # fmt: skip
-def test_logits_without_a_next_token(rule, sentence):
-    with pytest.raises(RuntimeError, match=sentence):
-        beam_search(Table(rule), SOURCE, DecodingOptions(no_unknown=True))
+@pytest.mark.parametrize("place", [0, EOS, 8])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_without_a_next_token(bad, place):
+    def third_step(sentence, prefix):
+        logits = torch.zeros(9)
+        logits[place] = bad if len(prefix) == 2 else 0.0
+        return logits
+
+    with pytest.raises(RuntimeError, match="expected finite logits from the model, got NaN"):
+        beam_search(Table(third_step), SOURCE)
+    nothing = Table(lambda *_: torch.tensor([0.0, 0, 0, -math.inf, -math.inf]))
+    with pytest.raises(RuntimeError, match="position 1, got probability 0 for all"):
+        beam_search(nothing, SOURCE, DecodingOptions(no_unknown=True))

@@ -5,8 +5,8 @@ import torch
 
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.ids import EOS, UNK
-from deepfast.mt.search import DecodingOptions, Ensemble, translate_lines, translate_nbest
-from deepfast.mt.search.unknown import aligned_words, check_aligns
+from deepfast.mt.search import DecodingOptions, Ensemble, translate_lines
+from deepfast.mt.search.unknown import aligned_words
 from tests.mt.search.conftest import Table, grown, lively, recurrent
 
 LINE = "the old bridge of Ωxford"
@@ -54,33 +54,27 @@ def test_copies_or_translates_what_is_looked_at(vocabulary):
     assert aligned_words(model, vocabulary, LINE, [[UNK]], {})[0][0] in LINE.split()
 
 
-@pytest.mark.parametrize("replace_unknown", [False, True])
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ("<unk:+0> c <unk:-1>", "x c z"),
-        # Two unks that look at one word are one copy, but the mark counts both.
-        ("rare rare c <unk:+1>", "x c v"),
-    ],
-)
-def test_a_dictionary_replaces_the_marks_of_a_translation(
-    tmp_path, said, expected, replace_unknown
-):
+def test_a_dictionary_replaces_the_marks_of_a_translation(tmp_path):
     vocabulary = Vocabulary.train(["a b <unk:+0> c <unk:-1> <unk:+1>"] * 3, 10, whole_words=True)
-    model = Looks([0] * 4, vocabulary.encode(said), len(vocabulary))
     path = tmp_path / "dictionary"
     path.write_text("y\tz\n")
-    options = DecodingOptions(beam=1, dictionary=str(path), replace_unknown=replace_unknown)
-    (text,) = translate_lines(model, vocabulary, ["x w v y"], options)
-    assert text == (expected if replace_unknown or "rare" not in said else "⁇ ⁇ c v")
+    for said, replaced, marked in (
+        ("<unk:+0> c <unk:-1>", "x c z", "x c z"),
+        # Two unks that look at one word are one copy, but the mark counts both.
+        ("rare rare c <unk:+1>", "x c v", "⁇ ⁇ c v"),
+    ):
+        model = Looks([0] * 4, vocabulary.encode(said), len(vocabulary))
+        for replace, expected in ((True, replaced), (False, marked)):
+            options = DecodingOptions(beam=1, dictionary=str(path), replace_unknown=replace)
+            assert translate_lines(model, vocabulary, ["x w v y"], options) == [expected]
 
 
-@pytest.mark.parametrize("word", ["the", "bridge"])
-def test_behind_a_language_tag_the_same_word(word):
+def test_behind_a_language_tag_the_same_word():
     vocabulary = Vocabulary.train(["the old bridge"] * 3, 40, tags=["<de>"], at_most=True)
     line = "<de>  the\x0bold bridge"
-    place = last_piece(vocabulary, line, word)
-    assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
+    for word in ("the", "bridge"):
+        place = last_piece(vocabulary, line, word)
+        assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
     # Most attention may be on the tag, but it is no word.
     assert aligned_words(Looks([0]), vocabulary, line, [[UNK]], {})[0][0] in line.split()[1:]
 
@@ -88,36 +82,22 @@ def test_behind_a_language_tag_the_same_word(word):
 @pytest.mark.parametrize("kind", ["transformer", "depth_growing", "fast_forward_lstm", "both"])
 def test_every_model_with_attention(model, grown_model, vocabulary, monkeypatch, kind):
     lstm = recurrent(len(vocabulary))
-    chosen = {
-        "transformer": model, "depth_growing": grown_model,
-        "fast_forward_lstm": lstm, "both": Ensemble([model, lstm]),
-    }[kind]  # fmt: skip
-    step = chosen.step
-
-    def unknown(tokens, state):
-        """Unk is by far the most likely token."""
-        logits = step(tokens, state)
-        logits[:, UNK] += 100
-        return logits
-
-    monkeypatch.setattr(chosen, "step", unknown)
-    plain, replaced = (
-        translate_nbest(
-            chosen, vocabulary, [LINE, "boats"],
-            DecodingOptions(beam=2, max_length=3, replace_unknown=replace),
-        )
-        for replace in (False, True)
-    )  # fmt: skip
-    assert all("⁇" in best[0].text for best in plain)
-    assert set(replaced[0][0].text.split()) <= set(LINE.split())
-    assert replaced[1][0].text.split() == ["boats"]
-    assert [b[0].score for b in plain] == [b[0].score for b in replaced]
+    models = {"transformer": model, "depth_growing": grown_model, "fast_forward_lstm": lstm}
+    chosen = models.get(kind) or Ensemble([model, lstm])
+    step, unknown = chosen.step, torch.zeros(len(vocabulary))
+    # Unk is by far the most likely token.
+    unknown[UNK] = 100
+    monkeypatch.setattr(chosen, "step", lambda *args: step(*args) + unknown)
+    options = DecodingOptions(beam=2, max_length=3, replace_unknown=True)
+    found = translate_lines(chosen, vocabulary, [LINE, "boats"], options)
+    assert set(found[0].split()) <= set(LINE.split())
+    assert found[1].split() == ["boats"]
 
 
 @pytest.mark.parametrize("make", [lively, grown])
 def test_a_transformer_tells_its_cross_attention(make):
     """With one head, the alignment must be the weights of the values in the last layer."""
-    model = make(20, num_heads=1).eval()
+    model = make(20, num_heads=1)
     source = torch.tensor([[0, 5, 6, 3], [7, 8, 9, 3]])
     target = torch.tensor([[2, 5, 6], [2, 7, 0]])
     weights = model.alignment(source, target)
@@ -134,11 +114,3 @@ def test_a_transformer_tells_its_cross_attention(make):
     mixed = seen["out"].split((3, 2))
     torch.testing.assert_close(weights[0, :, 1:] @ values[0], mixed[0])
     torch.testing.assert_close(weights[1, :2] @ values[1], mixed[1])
-
-
-def test_a_model_without_attention_is_refused(vocabulary, model):
-    blind = recurrent(len(vocabulary), attention=False)
-    for one in (blind, Ensemble([model, blind])):
-        with pytest.raises(ValueError, match="with attention over the source, got Deep-ED"):
-            translate_nbest(one, vocabulary, [LINE], DecodingOptions(replace_unknown=True))
-    check_aligns(Ensemble([model, recurrent(len(vocabulary))]))

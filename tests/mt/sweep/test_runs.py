@@ -1,5 +1,6 @@
 """How runs are started, ended and kept. A script stands for the process that trains."""
 
+import itertools
 import os
 import signal
 import sys
@@ -62,14 +63,6 @@ def events(tmp_path):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def most_at_once(lines):
-    count = most = 0
-    for line in lines:
-        count += 1 if line[0] == "+" else -1
-        most = max(most, count)
-    return most
-
-
 def test_a_finished_run_is_not_made_again(make, tmp_path, capsys):
     for _ in range(2):
         runs = make("b", seed=2) + make("a")
@@ -98,12 +91,12 @@ def test_other_settings_are_refused(make, tmp_path):
 
 def test_a_run_that_fails_is_a_result_and_is_made_again(make, tmp_path):
     (tmp_path / "broken").touch()
-    (run,) = runs = make("a")
-    make_runs(runs, 1)
+    (run,) = make("a")
+    make_runs([run], 1)
     assert run.found == {"seed": 1, "failed": "exit 1: data: no text"}
     (tmp_path / "broken").unlink()
-    (run,) = runs = make("a")
-    make_runs(runs, 1)
+    (run,) = make("a")
+    make_runs([run], 1)
     assert run.found["nll"] == 2.5
 
 
@@ -113,7 +106,8 @@ def test_jobs_at_once_share_the_cores_and_the_gpus(make, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     make_runs(make("a", "b", "c", "d", seconds=0.4, more=["train.device=cuda"]), 2)
     lines = events(tmp_path)
-    assert most_at_once(lines) == 2
+    running = itertools.accumulate(1 if line[0] == "+" else -1 for line in lines)
+    assert max(running) == 2
     started = [line.split() for line in lines if line[0] == "+"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert {words[1] for words in started} == {threads}

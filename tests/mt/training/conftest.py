@@ -1,6 +1,5 @@
 """A corpus of a few words, and a recipe of a model that trains on it in milliseconds."""
 
-import random
 import shutil
 from pathlib import Path
 
@@ -12,23 +11,15 @@ from deepfast.mt.training.corpus import load_corpus
 from deepfast.mt.training.environment import settings
 from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import Killed, at_step, die
-
-WORDS = {
-    "one": "eins", "two": "zwei", "red": "rot", "blue": "blau", "tree": "Baum", "house": "Haus",
-    "sees": "sieht", "and": "und", "the": "das", "small": "klein",
-}  # fmt: skip
+from tests.mt.words import reversed_pairs, write_pairs
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with train, dev and test in en and de: word by word, in reverse order."""
     folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(1)
-    for part, count in (("train", 240), ("dev", 20), ("test", 10)):
-        rows = [generator.choices(list(WORDS), k=generator.randint(1, 7)) for _ in range(count)]
-        (folder / f"{part}.en").write_text("".join(" ".join(row) + "\n" for row in rows))
-        turned = [" ".join(WORDS[word] for word in reversed(row)) for row in rows]
-        (folder / f"{part}.de").write_text("".join(line + "\n" for line in turned), "utf-8")
+    for seed, (part, count) in enumerate((("train", 240), ("dev", 20), ("test", 10))):
+        write_pairs(folder, part, reversed_pairs(count, seed))
     return folder
 
 
@@ -60,6 +51,12 @@ def make_recipe(corpus, tmp_path):
         return recipe_from_dict(tree)
 
     return make
+
+
+@pytest.fixture
+def run(make_recipe):
+    """run(changes) trains such a recipe."""
+    return lambda changes=(): train(make_recipe(changes), quiet=True)
 
 
 @pytest.fixture

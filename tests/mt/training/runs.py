@@ -29,6 +29,11 @@ def names(folder):
                   if p.suffix == ".pt" or p.name.startswith("step-"))  # fmt: skip
 
 
+def files_of(folder):
+    """The content of every file."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
 def _numbers(value):
     """One value, or those of all layers; a layer that is frozen has none."""
     values = value if isinstance(value, list) else [value]

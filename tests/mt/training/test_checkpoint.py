@@ -16,6 +16,7 @@ from deepfast.mt.training import saving
 from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.run_folder import prune, recover, step_checkpoints
 from deepfast.mt.training.saving import Saving
+from tests.mt.models.test_checkpoint import Evil
 from tests.mt.training.runs import tensors
 
 CONTENT = {"step": 4, "kind": "transformer", "config": {}, "vocabulary": b"v", "recipe": {},
@@ -78,37 +79,28 @@ def test_a_kill_at_any_operation_leaves_whole_steps(tmp_path):
     assert count > 8
 
 
-class Evil:
-    def __reduce__(self):
-        return print, ("ran",)
-
-
-def test_a_folder_has_no_pickle_and_none_is_read(tmp_path, capsys):
+def test_a_folder_has_no_pickle_and_a_damaged_file_is_an_error(tmp_path, capsys):
     path = write(tmp_path, 1.0)
-    assert sorted(file.name for file in path.iterdir()) == ["__0_0.distcp", "run.pt"]
+    run, file = path / "run.pt", path / "__0_0.distcp"
+    assert sorted(path.iterdir()) == [file, run]
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     assert value_of(path) == 1.0
-    torch.save(CONTENT | {"format": Evil()}, path / "run.pt")
-    with pytest.raises(CheckpointError, match=r"run\.pt: expected a deepfast checkpoint, got a fi"):
-        value_of(path)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_damaged_byte_of_a_tensor_file_is_an_error(tmp_path):
-    path = write(tmp_path, 1.0)
-    file = path / "__0_0.distcp"
-    data = file.read_bytes()
-    for place in random.Random(1).sample(range(len(data)), 20):
-        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(CheckpointError, match=r"00004: .* damaged in its file __0_0\.distcp$"):
-            load_checkpoint(path)
-    for spoil in (lambda: file.write_bytes(data[:-1]), file.unlink):
+    data, content = file.read_bytes(), torch.load(run, weights_only=True)
+    flips = [bytearray(data) for _ in range(20)]
+    for flipped, place in zip(flips, random.Random(1).sample(range(len(data)), 20), strict=True):
+        flipped[place] ^= 1
+    damaged = r"00004: .* damaged in its file __0_0\.distcp$"
+    for spoil, told in (
+        *((lambda flipped=flipped: file.write_bytes(flipped), damaged) for flipped in flips),
+        (lambda: file.write_bytes(data[:-1]), damaged),
+        (file.unlink, damaged),
+        (lambda: torch.save(content | {"format": Evil()}, run), r"run\.pt: expected a deepfast ch"),
+        (run.unlink, r"run\.pt: there is no such file"),
+    ):
         spoil()
-        with pytest.raises(CheckpointError, match=r"damaged in its file __0_0\.distcp$"):
+        with pytest.raises(CheckpointError, match=told):
             load_checkpoint(path)
-    (path / "run.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"run\.pt: there is no such file"):
-        load_checkpoint(path)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_rank_that_lost_the_first_one_leaves_it_its_folder(tmp_path, monkeypatch):
@@ -132,10 +124,9 @@ def test_a_full_disk_leaves_the_earlier_steps(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError) as error:
-            write(tmp_path, 2.0, 8)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError) as error:
+        write(tmp_path, 2.0, 8)
     told = "the checkpoint cannot be written (No space left on device); earlier ones are intact"
     assert str(error.value) == f"{tmp_path}/step-00000008: {told}"
     assert list(tmp_path.iterdir()) == [path]
@@ -149,26 +140,25 @@ def test_a_step_is_saved_and_restored_as_it_is(make_trainer, tmp_path, steps):
     trainer, other = make_trainer(LATENT), make_trainer(LATENT | {"optim.lr": 1.0})
     for _ in range(steps):
         trainer.train_step()
-    state = trainer.optimizer.state
+    model, state = trainer.model, trainer.optimizer.state
     assert len(state) == (len(trainer.parameters) if steps else 0)
-    model = trainer.model
-    lazy = next(iter(state), None)
-    state.pop(lazy, None)
+    state.pop(next(iter(state), None), None)
     before = {name: p.clone() for name, p in model.named_parameters()}
     path = Saving(tmp_path, trainer, trainer.recipe.train).step()
     saved = tensors(path)
-    assert {name.partition(".")[0] for name in saved} == ({"model", "optimizer"} if steps
-                                                          else {"model"})  # fmt: skip
+    kinds = {name.partition(".")[0] for name in saved}
+    assert kinds == ({"model", "optimizer"} if steps else {"model"})
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    Saving(tmp_path, other, other.recipe.train).restore(read_run(path), path)
+    again = Saving(tmp_path, other, other.recipe.train)
+    again.restore(read_run(path), path)
     assert len(other.optimizer.state) == len(state)
-    restored = Saving(tmp_path, other, other.recipe.train)._tensors()
+    restored = again._tensors()
     assert restored.keys() == saved.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
     # Rates are the recipe's.
     assert {group["lr"] for group in other.optimizer.param_groups} == {1.0}
     loaded, _ = load_model(path)
     assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
-    trainer.train_step()
-    other.train_step()
-    assert len(other.optimizer.state) == len(other.parameters)
+    for one in (trainer, other):
+        one.train_step()
+        assert len(one.optimizer.state) == len(one.parameters)

@@ -4,6 +4,7 @@ import io
 import os
 import shlex
 import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,25 +20,23 @@ def recipe_path(make_recipe, tmp_path):
     return path
 
 
-def test_list_has_one_line_each(capsys):
+def test_the_list_and_overrides_behind_options(recipe_path, capsys):
     assert main(["mt", "train", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(recipe_names())
-
-
-def test_overrides_may_stand_behind_options(recipe_path, capsys):
     words = ["mt", "train", str(recipe_path), "optim.lr=2e-3", "--print", "optim.warmup=7"]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "lr: 0.002" in said
     assert "warmup: 7" in said
-    for more in (["--prnt"], ["--prnt", "optim.lr=1"]):
+    for wrong, word in (
+        ([*words, "--prnt"], "--prnt"),
+        ([*words, "--prnt", "optim.lr=1"], "--prnt"),
+        (["info", "optim.lr=1"], "optim.lr=1"),
+    ):
         with pytest.raises(SystemExit):
-            main([*words, *more])
-        assert f"unrecognized arguments: {more[0]}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["info", "optim.lr=1"])
-    assert "unrecognized arguments: optim.lr=1" in capsys.readouterr().err
+            main(wrong)
+        assert f"unrecognized arguments: {word}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("output", "place"), [("~/x", "home/x"), ("-x", "-x")])
@@ -52,26 +51,24 @@ def test_an_output_that_is_no_plain_word(recipe_path, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.count("\n") == 2
 
 
-@pytest.mark.parametrize(
-    ("rank", "local", "said"),
-    [("0", "0", "deepfast mt train: x: "), ("2", "0", "deepfast mt train: rank 2: x: "),
-     ("1", "1", "")],
-)  # fmt: skip
-def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(
-    recipe_path, monkeypatch, capsys, rank, local, said
-):
+def test_the_first_rank_of_a_machine_says_what_its_recipe_lacks(recipe_path, monkeypatch, capsys):
     """Each machine may have another file."""
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local)
-    assert main(["mt", "train", str(recipe_path), "x=1"]) == 1
-    assert capsys.readouterr().err.partition("unknown key")[0] == said
+    for rank, local, said in (
+        ("0", "0", "deepfast mt train: x: "),
+        ("2", "0", "deepfast mt train: rank 2: x: "),
+        ("1", "1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert main(["mt", "train", str(recipe_path), "x=1"]) == 1
+        assert capsys.readouterr().err.partition("unknown key")[0] == said
 
 
 @pytest.fixture
 def send(monkeypatch):
-    """send(number, ...): the process gets these signals in every step."""
+    """send(numbers): the process gets these signals in every step."""
 
-    def signals(*numbers):
+    def signals(numbers):
         original = Trainer.train_step
 
         def train_step(self):
@@ -84,15 +81,19 @@ def send(monkeypatch):
     return signals
 
 
-@pytest.mark.parametrize(
-    ("numbers", "code"),
-    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGHUP], 130),
-     # A closed terminal sends it twice: its shell does, and the kernel.
-     ([signal.SIGHUP, signal.SIGHUP], 129)],
-)  # fmt: skip
+SIGNALS = [
+    ([signal.SIGINT], 130),
+    ([signal.SIGTERM], 143),
+    ([signal.SIGINT, signal.SIGHUP], 130),
+    # A closed terminal sends it twice: its shell does, and the kernel.
+    ([signal.SIGHUP, signal.SIGHUP], 129),
+]
+
+
+@pytest.mark.parametrize(("numbers", "code"), SIGNALS)
 def test_signals_have_their_exit_codes(recipe_path, send, capsys, numbers, code):
     before = list(map(signal.getsignal, numbers))
-    send(*numbers)
+    send(numbers)
     assert main(["mt", "train", str(recipe_path)]) == code
     out = capsys.readouterr().out
     assert f"{numbers[0].name}: stopped after step 1; continue from" in out
@@ -103,7 +104,7 @@ def test_signals_have_their_exit_codes(recipe_path, send, capsys, numbers, code)
 def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        send(signal.SIGHUP)
+        send([signal.SIGHUP])
         assert main(["mt", "train", str(recipe_path), "train.max_steps=2"]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -111,14 +112,10 @@ def test_a_run_under_nohup_ignores_a_closed_terminal(recipe_path, send):
 
 def test_an_interrupt_that_cannot_wait(recipe_path, tmp_path, send, capsys, monkeypatch):
     """Before the first step, and a second one."""
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("deepfast.mt.training.run.load_corpus", interrupted)
+        patch.setattr("deepfast.mt.training.run.load_corpus", Mock(side_effect=KeyboardInterrupt))
         assert main(["mt", "train", str(recipe_path)]) == 130
-    send(signal.SIGINT, signal.SIGINT)
+    send([signal.SIGINT, signal.SIGINT])
     assert main(["mt", "train", str(recipe_path)]) == 130
     assert capsys.readouterr().err.count("interrupted, no further checkpoint was written") == 2
     assert not list((tmp_path / "run").glob("step-*"))

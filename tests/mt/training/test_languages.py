@@ -1,15 +1,18 @@
-"""Several languages in one run, latent depth for each of them, from recipe to pruned checkpoint."""
+"""Several languages in one run, latent depth for each of them, from recipe to pruned checkpoint;
+and source and target with vocabularies of their own."""
 
 import pytest
 import torch
 
 from deepfast.cli import main
 from deepfast.files import DataError
+from deepfast.mt.data import Vocabulary
 from deepfast.mt.models.checkpoint import load_checkpoint, load_model, save_checkpoint
 from deepfast.mt.training import train
 from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.sections import DataSection
 from tests.mt.training.runs import rows
+from tests.mt.words import reversed_pairs, write_pairs
 
 LATENT = {
     "data.languages": "de,xx",
@@ -22,107 +25,95 @@ LATENT = {
 
 
 @pytest.fixture(scope="module")
-def tagged(corpus, tmp_path_factory):
-    """The corpus with a tag before every source: into xx, which is English, and into de."""
+def tagged(tmp_path_factory):
+    """A folder with text that has a tag before every source: into xx, which is the source's own
+    language, and into de."""
     folder = tmp_path_factory.mktemp("tagged")
-    for part in ("train", "dev", "test"):
-        sides = [(corpus / f"{part}.{s}").read_text("utf-8").splitlines() for s in ("en", "de")]
-        rows = [
-            (f"<{'xx' if i % 3 else 'de'}> {source}", source if i % 3 else target)
-            for i, (source, target) in enumerate(zip(*sides, strict=True))
-        ]
-        for side, name in enumerate(("source", "target")):
-            text = "".join(f"{row[side]}\n" for row in rows)
-            (folder / f"{part}.{name}").write_text(text, "utf-8")
+    for seed, (part, count) in enumerate((("train", 240), ("dev", 20), ("test", 10))):
+        rows = enumerate(reversed_pairs(count, seed))
+        write_pairs(folder, part, [
+            (["<xx>", *source], source) if i % 3 else (["<de>", *source], target)
+            for i, (source, target) in rows
+        ])  # fmt: skip
     return folder
 
 
 @pytest.fixture
 def latent_recipe(make_recipe, tagged):
     def make(changes=()):
-        files = {
-            f"data.{part}_{side}": str(tagged / f"{part}.{side}")
-            for part in ("train", "dev", "test")
-            for side in ("source", "target")
-        }
+        files = {f"data.{part}_{side}": str(tagged / f"{part}.{name}")
+                 for part in ("train", "dev", "test")
+                 for side, name in (("source", "en"), ("target", "de"))}  # fmt: skip
         return make_recipe(LATENT | files | dict(changes))
 
     return make
 
 
 @pytest.mark.parametrize("direction", ["one-to-many", "many-to-one"])
-def test_phrases_of_several_languages(tmp_path, direction):
-    section = DataSection(
-        phrases="de,fr", direction=direction, train_size=30, dev_size=6, test_size=6,
-        vocab_size=200, vocab_at_most=True, max_tokens=90, max_length=80,
-    )  # fmt: skip
-    corpus = load_corpus(section, seed=1, folder=tmp_path)
-    assert corpus.languages == {"de": 4, "fr": 5}
-    assert len(corpus.batches.pairs) == 60
-    assert {name: len(own) for name, own in by_language(corpus.test).items()} == {"de": 6, "fr": 6}
-    for batch in (*corpus.batches, *corpus.dev_batches):
+def test_phrases_of_several_languages_and_of_one(tmp_path, direction):
+    def corpus(phrases, direction, folder):
+        section = DataSection(
+            phrases=phrases, direction=direction, train_size=30, dev_size=6, test_size=6,
+            vocab_size=200, vocab_at_most=True, max_tokens=90, max_length=80,
+        )  # fmt: skip
+        return load_corpus(section, seed=1, folder=tmp_path / folder)
+
+    both = corpus("de,fr", direction, "both")
+    assert both.languages == {"de": 4, "fr": 5}
+    assert len(both.batches.pairs) == 60
+    assert {name: len(own) for name, own in by_language(both.test).items()} == {"de": 6, "fr": 6}
+    for batch in (*both.batches, *both.dev_batches):
         assert len(batch.source_BS[:, 0].unique()) == 1
-    files = [(tmp_path / "phrases" / f"test.{side}").read_text("utf-8").splitlines()
+    files = [(tmp_path / "both" / "phrases" / f"test.{side}").read_text("utf-8").splitlines()
              for side in ("source", "target")]  # fmt: skip
-    assert corpus.test == list(zip(*files, strict=True))
+    assert both.test == list(zip(*files, strict=True))
     assert [source.split()[0] for source in files[0]] == ["<de>"] * 6 + ["<fr>"] * 6
     english = files[direction == "many-to-one"]
     assert not any(set("éèüß") & set(line) for line in english)
+    # One language has no tags.
+    one, turned = (corpus("de", name, name) for name in ("one-to-many", "many-to-one"))
+    assert one.languages == one.vocabulary.tags == {}
+    assert one.test == [(source, target) for target, source in turned.test]
 
 
-def test_one_language_has_no_tags(tmp_path):
-    sizes = {"train_size": 20, "dev_size": 2, "test_size": 2, "vocab_at_most": True}
-    english, turned = (
-        load_corpus(DataSection(phrases="de", direction=d, **sizes), seed=1, folder=tmp_path / d)
-        for d in ("one-to-many", "many-to-one")
-    )
-    assert english.languages == {}
-    assert english.vocabulary.tags == {}
-    assert english.test == [(source, target) for target, source in turned.test]
-
-
-def test_a_line_without_a_tag_is_named(latent_recipe, tagged, tmp_path):
-    lines = (tagged / "train.source").read_text().splitlines()
+def test_tags_in_the_text_and_in_a_ready_vocabulary(latent_recipe, make_recipe, tagged, tmp_path):
+    lines = (tagged / "train.en").read_text().splitlines()
     lines[6] = lines[6].removeprefix("<de> ")
-    path = tmp_path / "train.source"
+    path = tmp_path / "train.en"
     path.write_text("\n".join(lines) + "\n")
-    recipe = latent_recipe({"data.train_source": str(path)})
-    with pytest.raises(DataError, match=r"train\.source:7: expected a source that begins with"):
-        load_corpus(recipe.data, seed=1, folder=tmp_path)
+    load_corpus(make_recipe().data, seed=1, folder=tmp_path).vocabulary.save(tmp_path / "plain")
+    for key, value, told in (
+        ("train_source", path, r"train\.en:7: expected a source that begins with"),
+        ("vocabulary", tmp_path / "plain", "got one without <de>, <xx>: learn one"),
+    ):
+        with pytest.raises(DataError, match=told):
+            load_corpus(latent_recipe({f"data.{key}": str(value)}).data, seed=1, folder=tmp_path)
 
 
-def test_lower_case_leaves_the_tags_as_they_are(make_recipe, tmp_path):
+def test_lower_case_leaves_the_tags_as_they_are(latent_recipe, tmp_path):
     (tmp_path / "source").write_text("<zh-CN> The Old Bridge\n<fr> A <B> HOUSE\n" * 4)
     (tmp_path / "target").write_text("Brücke\nHaus\n" * 4)
     files = {f"data.{part}_{side}": str(tmp_path / side) for part in ("train", "dev", "test")
              for side in ("source", "target")}  # fmt: skip
     more = {"data.languages": "zh-CN,fr", "data.lowercase": True, "data.vocab_at_most": True}
-    corpus = load_corpus(make_recipe(files | more).data, seed=1, folder=tmp_path)
+    corpus = load_corpus(latent_recipe(files | more).data, seed=1, folder=tmp_path)
     assert corpus.languages == {"zh-CN": 4, "fr": 5}
     # A tag that the vocabulary does not have is text.
     assert corpus.test[:2] == [("<zh-CN> the old bridge", "brücke"), ("<fr> a <b> house", "haus")]
-
-
-def test_a_ready_vocabulary_needs_the_tags(latent_recipe, make_recipe, tmp_path):
-    plain = load_corpus(make_recipe().data, seed=1, folder=tmp_path).vocabulary
-    plain.save(tmp_path / "plain.model")
-    recipe = latent_recipe({"data.vocabulary": str(tmp_path / "plain.model")})
-    with pytest.raises(DataError, match="got one without <de>, <xx>: learn one"):
-        load_corpus(recipe.data, seed=1, folder=tmp_path)
 
 
 def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     latent_recipe, tagged, tmp_path, capsys
 ):
     recipe = latent_recipe({"train.test_bleu": True, "train.validate_bleu": True,
-                            "train.validate_every": 8})  # fmt: skip
+                            "train.validate_every": 8, "memory_budget": "1GiB"})  # fmt: skip
     result = train(recipe)
     for row in (rows(result.output, "test")[0], rows(result.output, "valid")[0]):
         assert row["bleu"] == pytest.approx((row["bleu_de"] + row["bleu_xx"]) / 2)
+    assert rows(result.output, "memory")[0]["policies"]
     said = capsys.readouterr().out
-    assert "decoder depth " in said
-    assert "test BLEU " in said
-    assert ", de " in said
+    for part in ("decoder depth ", "test BLEU ", ", de "):
+        assert part in said
 
     # Set by hand, because 8 steps are too few to decide: layers 0 and 2 for de.
     content = load_checkpoint(result.checkpoint)
@@ -134,28 +125,40 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     assert "decoder: 2 of 4 layers" in said
     assert said.endswith(f"to translate: deepfast mt translate {small} --language de < FILE\n")
     assert load_model(small)[0].config.decoder_connection == "residual"
-    lines = (tagged / "test.source").read_text().splitlines()
+    lines = (tagged / "test.en").read_text().splitlines()
     (tmp_path / "test.en").write_text("".join(line.partition(" ")[2] + "\n\n" for line in lines))
     outputs = []
     for checkpoint in (whole, small):
         options = ["--language", "de", "--beam", "2", "--max-length", "8", "--device", "cpu"]
         assert main(["mt", "translate", checkpoint, "--input", english, *options]) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(capsys.readouterr().out.split("\n"))
     assert outputs[0] == outputs[1]
-    assert len(outputs[0].split("\n")) == 2 * len(lines) + 1
-    assert outputs[0].split("\n")[1] == ""
-    # The smaller model is for one language: it refuses the other's tag like a missing tag.
-    other = str(tmp_path / "other.en")
-    for first, language, sentence in (
-        ("<xx> a", [], "line 3 begins with '<xx>': expected a source sentence that begins with the "
-         "tag of one of the languages de, got none of them"),
-        ("a", ["--language", "de"], "expected lines without a tag, got <de> in front of"),
-    ):  # fmt: skip
-        (tmp_path / "other.en").write_text(f"<de> house\n\n{first}\n")
-        assert main(["mt", "translate", small, "--input", other, *language]) == 1
-        assert sentence in capsys.readouterr().err
+    assert len(outputs[0]) == 2 * len(lines) + 1
+    assert outputs[0][1] == ""
+    # The smaller model is for one language: it refuses the other's tag.
+    (tmp_path / "other.en").write_text("<de> house\n\n<xx> a\n")
+    assert main(["mt", "translate", small, "--input", str(tmp_path / "other.en")]) == 1
+    said = capsys.readouterr().err
+    assert "line 3 begins with '<xx>': expected a source sentence that begins with the tag" in said
+    assert main(["mt", "translate", small, "--input", english, "--language", "xx"]) == 1
 
 
-def test_a_budget_of_memory(latent_recipe):
-    result = train(latent_recipe({"memory_budget": "1GiB", "train.max_steps": 2}), quiet=True)
-    assert rows(result.output, "memory")[0]["policies"]
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_vocabulary_for_each_side(run, corpus, tmp_path, capsys, ready):
+    """Learned or ready, and to translate with."""
+    texts = [(corpus / f"train.{side}").read_text("utf-8").splitlines() for side in ("en", "de")]
+    source, target = map(Vocabulary.train, texts, (50, 60))
+    both = source.with_target(target)
+    both.save(tmp_path / "vocabulary.model")
+    changes = {"data.vocab_size": 50, "data.target_vocab_size": 60}
+    if ready:
+        changes = {"data.vocabulary": str(tmp_path / "source.model"),
+                   "data.target_vocabulary": str(tmp_path / "target.model")}  # fmt: skip
+    path = run(changes | {"train.max_steps": 2, "model.share_embeddings": "none"}).for_translation
+    found, vocabulary = load_model(path)
+    assert (found.config.vocab_size, found.config.target_vocab_size) == (50, 60)
+    assert Vocabulary.from_bytes(vocabulary) == both
+    files = ["--source", str(corpus / "test.en"), "--reference", str(corpus / "test.de")]
+    options = ["--replace-unknown", "--max-length", "9", "--device", "cpu"]
+    assert main(["mt", "score", "--checkpoint", str(path), *files, *options]) == 0
+    assert "chrF" in capsys.readouterr().out

@@ -10,32 +10,21 @@ from deepfast.mt.training.optim import build_optimizer, learning_rate
 SIZES = {"dim": 8, "num_heads": 2, "ffn_dim": 16, "encoder_layers": 2, "decoder_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [({}, {1: 2e-4, 5: 1e-3, 10: 2e-3, 40: 1e-3}),
-     ({"schedule": "constant", "restart_step": 20, "restart_lr": 5e-5},
-      {5: 1e-3, 10: 2e-3, 20: 2e-3, 21: 5e-5, 900: 5e-5})],
-)  # fmt: skip
-def test_the_rate_rises_falls_or_stays_and_restarts(changes, expected):
-    section = OptimSection(lr=2e-3, warmup=10, **changes)
-    rates = {step: learning_rate(step, section) for step in expected}
-    assert rates == pytest.approx(expected)
-
-
-def test_a_model_says_how_its_parameters_learn():
-    model = torch.nn.Linear(3, 2)
-    model.parameter_groups = lambda: [
-        {"params": [model.weight], "lr_scale": 0.1, "decays": True},
-        {"params": [model.bias]},
-    ]
-    groups = build_optimizer(model, OptimSection(weight_decay=0.2)).param_groups
-    assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == [(0.1, 0.2), (1.0, 0.0)]
+def test_the_rate_rises_falls_or_stays_and_restarts():
+    constant = {"schedule": "constant", "restart_step": 20, "restart_lr": 5e-5}
+    for changes, expected in (
+        ({}, {1: 2e-4, 5: 1e-3, 10: 2e-3, 40: 1e-3}),
+        (constant, {5: 1e-3, 10: 2e-3, 20: 2e-3, 21: 5e-5, 900: 5e-5}),
+    ):
+        section = OptimSection(lr=2e-3, warmup=10, **changes)
+        rates = {step: learning_rate(step, section) for step in expected}
+        assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("l2", torch.optim.Adam), ("weight_decay", torch.optim.AdamW)]
 )
-def test_only_matrices_of_linear_layers_decay(name, kind):
+def test_only_matrices_of_linear_layers_decay_unless_the_model_says_otherwise(name, kind):
     model = Transformer(TransformerConfig(vocab_size=11, **SIZES))
     optimizer = build_optimizer(model, OptimSection(**{name: 0.1}))
     assert type(optimizer) is kind
@@ -45,6 +34,13 @@ def test_only_matrices_of_linear_layers_decay(name, kind):
     assert "encoder.layers.0.feed_forward.up.weight" in names
     assert not any("norm" in n or "dlcl" in n or "bias" in n or "embedding" in n for n in names)
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+    model = torch.nn.Linear(3, 2)
+    model.parameter_groups = lambda: [
+        {"params": [model.weight], "lr_scale": 0.1, "decays": True},
+        {"params": [model.bias]},
+    ]
+    groups = build_optimizer(model, OptimSection(**{name: 0.2})).param_groups
+    assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == [(0.1, 0.2), (1.0, 0.0)]
 
 
 def test_adam_begins_anew_at_the_restart_with_fewer_micro_batches(make_trainer):

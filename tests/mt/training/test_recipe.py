@@ -21,35 +21,45 @@ FILES = ["data.train_source=a.en", "data.train_target=a.de", "data.dev_source=b.
          "data.dev_target=b.de"]  # fmt: skip
 
 
-def test_python_s_own_kinds_of_paths_and_lists():
+def test_values_as_python_and_text_give_them(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
     section = DataSection(train_source=Path("a"), train_target=Path("~/b"), languages=("de", "fr"))
     assert (section.train_source, section.languages) == ("a", ["de", "fr"])
-    assert section.train_target == str(Path.home() / "b")
+    assert section.train_target == "/home/me/b"
     assert OptimSection(betas=[0, 0.5], lr=1) == OptimSection(betas=(0.0, 0.5), lr=1.0)
     for wrong in ({"lr": 0}, {"warmup": 1.0}, {"betas": (0.9,)}):
         with pytest.raises(RecipeError, match=f"^optim.{next(iter(wrong))}: expected a"):
             OptimSection(**wrong)
     with pytest.raises(RecipeError, match=r"^data: expected DataSection, got \{\}$"):
         Recipe(data={})
+    # A path may begin with the home.
+    paths = ["data.vocabulary=~/v", "output=~/o", "grow.from=~/f"]
+    recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
+    assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
+    found = recipe.data.vocabulary, recipe.output, recipe.grow["from"]
+    assert found == ("/home/me/v", "/home/me/o", "/home/me/f")
+    # YAML 1.1 reads the code of Norwegian as false.
+    for names in ("[no, sv]", "no,sv", "[on, off]", "[y, n]"):
+        recipe = load_recipe("latent", [f"data.languages={names}", *FILES])
+        assert recipe.data.languages == names.strip("[]").replace(" ", "").split(",")
+        assert recipe_from_dict(recipe.to_dict()).data.tags == recipe.data.tags
+    assert load_recipe("dlcl30", ["data.target_language=no"]).data.target_language == "no"
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def test_what_no_plan_counts_is_named():
+    for change, why in (
         ("model.encoder_fusion=attention", "where model.encoder_fusion is attention"),
         ("model.cross_attention=transparent", "where model.cross_attention is transparent"),
         ("model.norm=deepnorm", "where model.norm is deepnorm"),
         ("model.share_embeddings=none", "where model.share_embeddings is none"),
         ("grow.from=bottom.pt model.kind=depth_growing", "for a model that grows"),
-    ],
-)
-def test_what_no_plan_counts_is_named(change, why):
-    given = ["model.encoder_connection=residual", *change.split()]
-    told = f"^memory_budget: expected null {why}, which the planner cannot predict; set recompute "
-    with pytest.raises(RecipeError, match=told):
-        load_recipe("phrases-dlcl30", [*given, "memory_budget=2GiB"])
-    # A policy by name needs no plan.
-    assert load_recipe("phrases-dlcl30", [*given, "recompute=ffn"]).recompute == "ffn"
+    ):
+        given = ["model.encoder_connection=residual", *change.split()]
+        told = f"^memory_budget: expected null {why}, which the planner cannot predict; set recompu"
+        with pytest.raises(RecipeError, match=told):
+            load_recipe("phrases-dlcl30", [*given, "memory_budget=2GiB"])
+        # A policy by name needs no plan.
+        assert load_recipe("phrases-dlcl30", [*given, "recompute=ffn"]).recompute == "ffn"
     assert load_recipe("phrases-dlcl30", ["memory_budget=2GiB"]).memory_budget == "2GiB"
 
 
@@ -74,24 +84,6 @@ def test_overrides_replace_nested_values_and_a_file_gives_them_back(tmp_path):
     assert plain.model_config(vocab_size=9).latent == {}
 
 
-def test_a_path_may_begin_with_the_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    paths = ["data.vocabulary=~/v", "output=~/o", "grow.from=~/f"]
-    recipe = load_recipe("translate", [*(text.replace("=", "=~/") for text in FILES), *paths])
-    assert (recipe.data.train_source, recipe.data.dev_target) == ("/home/me/a.en", "/home/me/b.de")
-    found = recipe.data.vocabulary, recipe.output, recipe.grow["from"]
-    assert found == ("/home/me/v", "/home/me/o", "/home/me/f")
-
-
-def test_languages_are_text():
-    """YAML 1.1 reads the code of Norwegian as false."""
-    for names in ("[no, sv]", "no,sv", "[on, off]", "[y, n]"):
-        recipe = load_recipe("latent", [f"data.languages={names}", *FILES])
-        assert recipe.data.languages == names.strip("[]").replace(" ", "").split(",")
-        assert recipe_from_dict(recipe.to_dict()).data.tags == recipe.data.tags
-    assert load_recipe("dlcl30", ["data.target_language=no"]).data.target_language == "no"
-
-
 def test_differences_of_sections():
     new = {"model": {"dlcl": {"window": 2}}, "parallel": {"kind": "ddp"}}
     old = {"model": {}, "parallel": {"kind": "auto"}}
@@ -103,11 +95,10 @@ LONG = "x" * 5000
 REFUSED = {
     "phrases-small": [
         ("optim.lrr=3", "optim.lrr: unknown key, the nearest one is lr"),
-        ("optim.x=3", "optim.x: unknown key, expected lr, warmup, schedule, "),
         ("optim={1: 2}", "optim.1: unknown key"),
         ("option.lr=3", "option: unknown key, the nearest one is optim"),
         ("optim.lr", "expected key=value"),
-        ("output=" + "[" * 1500, "expected YAML, got an error: maximum recursion depth exceeded"),
+        ("output=" + "[" * 600, "expected YAML, got an error: maximum recursion depth exceeded"),
         # What is long is shortened.
         (f"optim.lr={LONG}", "optim.lr: expected a number above 0, got 'xxx"),
         (f"optim.lr=[{LONG}", "expected YAML, got an error at line 1: expected ',' or ']', but"),
@@ -115,15 +106,11 @@ REFUSED = {
         # Types and limits, each of them once.
         ("optim=3", "optim: expected keys and values, got 3"),
         ("optim.lr=-1", "optim.lr: expected a number above 0, got -1"),
-        ("optim.lr=.inf", "optim.lr: expected a number above 0, got inf"),
         ("optim.lr=.nan", "optim.lr: expected a number above 0, got nan"),
-        ("optim.lr='1e-3'", "optim.lr: expected a number above 0, got '1e-3'"),
         ("optim.lr=true", "optim.lr: expected a number above 0, got True"),
         ("optim.betas=[true, 0.1]", "expected a list of 2 numbers in [0, 1), got [True, 0.1]"),
-        ("optim.schedule=linear", "expected one of inverse_sqrt, constant, got 'linear'"),
         ("train.max_steps=true", "expected an integer of at least 1 or null, got True"),
         ("train.deterministic=no", "train.deterministic: expected true or false, got 'no'"),
-        ("train.threads=1025", "an integer of at least 1 and at most 1024 or null, got 1025"),
         ("data.vocab_size=4", "data.vocab_size: expected an integer above 4 and below 214"),
         ("resume=step-00000004", "resume: expected true or false, got 'step-00000004'"),
         ('output="a\\0b"', r"output: expected a folder, got 'a\x00b'"),

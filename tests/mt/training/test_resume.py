@@ -1,7 +1,6 @@
 """What a run saves to resume from, and what it does where that is damaged, copied or cut short."""
 
 import os
-import re
 import shutil
 import signal
 
@@ -9,91 +8,107 @@ import pytest
 import torch
 
 from deepfast.mt.models import DepthGrowing
-from deepfast.mt.training import CheckpointError, NotFiniteError, load_checkpoint, saving, train
+from deepfast.mt.training import CheckpointError, load_checkpoint, saving, train
 from deepfast.mt.training.run_folder import prune
 from deepfast.mt.training.trainer import Trainer, Validation
-from tests.mt.training.runs import assert_same_runs, at_step, die, names, rows
+from tests.mt.training.runs import assert_same_runs, at_step, die, rows
 
-FIRST, SECOND, THIRD = (f"step-{step:08d}" for step in (4, 8, 12))
-
-EPOCH = {"optim.accumulate": 3}
-NEXT_EPOCH = {"data.max_tokens": 400, "train.deterministic": True}
-WINDOW = {"train.precision": "bfloat16", "train.log_every": 3, "train.save_every": 5}
-OPTIONS = {"model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
-           "model.decoder_connection": "dlcl"}  # fmt: skip
-LSTM = {"model": {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
-                  "decoder_layers": 2, "dropout": 0.2}}  # fmt: skip
+LSTM = {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
+        "decoder_layers": 2, "dropout": 0.2}  # fmt: skip
 GROW = {"grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection": "dlcl",
         "grow.optim.accumulate": 3, "grow.train.precision": "bfloat16",
         "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True,
         "grow.train.max_steps": 5, "train.max_steps": 6, "train.save_every": 2,
         "train.validate_every": 3}  # fmt: skip
-KILLED = {
-    "in an epoch, the metrics of a line cut in two": (9, EPOCH | WINDOW),
-    "in the next epoch, other options": (11, OPTIONS | NEXT_EPOCH),
+STOPPED = {
+    "in an epoch, the metrics of a line cut in two": (9, {
+        "optim.accumulate": 3, "train.precision": "bfloat16", "train.log_every": 3,
+        "train.save_every": 5}),
+    "in the next epoch, other options": (11, {
+        "model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
+        "model.decoder_connection": "dlcl", "data.max_tokens": 400, "train.deterministic": True}),
     "latent depth": (5, {
         "model.decoder_connection": "latent", "model.decoder_layers": 4, "train.max_steps": 8,
         "model.latent": {"hard": True, "soft_steps": 3, "prior": "mean", "kl_weight": 0.1}}),
-    "LSTM, two vocabularies": (6, LSTM | {
-        "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
+    "LSTM, two vocabularies": (6, {
+        "model": LSTM, "optim.l2": 0.01, "optim.schedule": "constant", "data.vocab_size": 50,
         "data.target_vocab_size": 60, "train.max_steps": 8}),
-}  # fmt: skip
-"""Name -> the step in which the run is killed, and its recipe. `MORE` runs with --all-cases."""
-MORE = {
-    "before the second run saved": (2, GROW),
-    "attention residuals": (7, {
+    "attention residuals, fewer micro-batches after the restart": (5, {
         "model.encoder_connection": "attnres", "model.decoder_connection": "block_attnres",
-        "model.decoder_layers": 2}),
-    "fewer micro-batches after the restart": (5, EPOCH | {
-        "optim.restart_step": 2, "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1,
-        "data.max_tokens": 60, "train.save_every": 1, "train.max_steps": 6}),
+        "model.decoder_layers": 2, "optim.accumulate": 3, "optim.restart_step": 2,
+        "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1, "data.max_tokens": 60,
+        "train.save_every": 1, "train.max_steps": 6}),
+    "before the second run saved": (2, GROW),
     "in the second run of one that grows": (5, GROW),
+    "interrupted": (6, {}),
+    "interrupted in the first of two runs": (2, GROW),
 }  # fmt: skip
-ON_A_GPU = {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"}
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+"""Name -> the step in which the run is killed or interrupted, and its recipe."""
+SLOW = {
+    "attention residuals, fewer micro-batches after the restart",
+    "before the second run saved",
+    "in the second run of one that grows",
+}
+ON_A_GPU = (7, {"train.device": "cuda", "train.deterministic": True, "train.precision": "bfloat16"})
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*KILLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE),
-     pytest.param("on a GPU", marks=[pytest.mark.gpu, NO_GPU])],
-)  # fmt: skip
-def test_a_killed_run_resumes_to_the_bit(make_recipe, whole_run, killed_at, case):
-    step, changes = (KILLED | MORE | {"on a GPU": (7, ON_A_GPU)})[case]
-    grows = "grow.train.max_steps" in changes
+CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STOPPED]
+
+
+@pytest.mark.parametrize("name", [*CASES, pytest.param("on a GPU", marks=GPU)])
+def test_a_run_resumes_to_the_bit(run, whole_run, killed_at, monkeypatch, tmp_path, name):
+    step, changes = (STOPPED | {"on a GPU": ON_A_GPU})[name]
+    second = changes == GROW and "first" not in name
+    model = DepthGrowing if second else torch.nn.Module
     whole = whole_run(changes).output
-    killed_at(step, changes, model=DepthGrowing if grows else torch.nn.Module)
+    if "interrupted" not in name:
+        killed_at(step, changes, model=model)
+    else:
+        with monkeypatch.context() as patch:
+            at_step(patch, step, lambda trainer: os.kill(os.getpid(), signal.SIGINT), model)
+            first = run(changes)
+        # The step in which the signal came is finished. It is neither kept nor averaged later.
+        assert (first.stopped, first.step, first.average) == ("SIGINT", step, None)
+        assert first.output == tmp_path / "run" / ("stage1" if changes == GROW else "")
+        assert not (tmp_path / "run" / "stage2").exists()
+        assert first.checkpoint.name == f"step-{step:08d}"
+        assert not (first.output / "result.json").exists()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # Another generator state in the new process must not matter.
     torch.manual_seed(12345)
-    resumed = train(make_recipe(changes | {"resume": True}), quiet=True).output
+    resumed = run(changes | {"resume": True}).output
     assert_same_runs(whole, resumed)
-    if grows:
+    if changes == GROW:
         assert_same_runs(whole.with_name("stage1"), resumed.with_name("stage1"))
 
 
-def damage(path):
-    """Cuts the last byte from a file of the step."""
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_a_damaged_newest_step_is_named_and_without_it_the_run_goes_on(make_recipe, finished):
+def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(run, finished):
     folder = finished()
-    damage(folder / THIRD)
-    with pytest.raises(CheckpointError, match=rf"^{folder / THIRD}: .* damaged"):
-        train(make_recipe({"resume": True}), quiet=True)
-    shutil.rmtree(folder / THIRD)
-    assert train(make_recipe({"resume": True}), quiet=True).step == 12
+    shutil.rmtree(folder / "step-00000004")
+    before = {path: path.stat().st_ino for path in folder.glob("step-*")}
+    run({"resume": True})
+    assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
+    last = folder / "step-00000012"
+    file = last / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"^{last}: .* damaged"):
+        run({"resume": True})
+    shutil.rmtree(last)
+    assert run({"resume": True}).step == 12
 
 
 @pytest.mark.parametrize("why", ["no best.pt in this folder", "the dev text"])
 def test_a_best_that_is_not_that_of_the_run_is_forgotten(
-    make_recipe, monkeypatch, capsys, corpus, tmp_path, why
+    make_recipe, run, monkeypatch, capsys, corpus, tmp_path, why
 ):
     curve = {5: 1.0, 8: 2.5, 10: 3.0, 12: 4.0}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
     # Patience ends the first run, and begins anew with the best.
-    folder = train(make_recipe({"train.max_steps": 8, "train.patience": 1}), quiet=True).output
+    folder = run({"train.max_steps": 8, "train.patience": 1}).output
     changes = {"resume": True, "train.patience": 1}
     if why == "the dev text":
         for side, suffix in (("source", "en"), ("target", "de")):
@@ -108,15 +123,15 @@ def test_a_best_that_is_not_that_of_the_run_is_forgotten(
 
 
 def test_a_run_that_ends_where_it_was_resumed_keeps_what_it_found_there(
-    make_recipe, monkeypatch, whole_run
+    run, monkeypatch, whole_run
 ):
     """It validates, and a longer run knows of that."""
     with monkeypatch.context() as patch:
         at_step(patch, 6, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
-        train(make_recipe(), quiet=True)
-    ended = train(make_recipe({"train.max_steps": 6, "resume": True}), quiet=True)
+        run()
+    ended = run({"train.max_steps": 6, "resume": True})
     assert (ended.step, load_checkpoint(ended.best)["step"]) == (6, 6)
-    longer = train(make_recipe({"resume": True}), quiet=True)
+    longer = run({"resume": True})
     losses = [row["loss"] for row in rows(longer.output, "train")]
     assert losses == [row["loss"] for row in rows(whole_run({}).output, "train")]
     assert longer.best_nll == min(row["nll"] for row in rows(longer.output, "valid"))
@@ -131,39 +146,14 @@ def test_steps_that_are_not_planned_are_not_kept(tmp_path):
     assert sorted(tmp_path.iterdir()) == kept
 
 
-def test_a_finished_run_saves_no_step_again(make_recipe, finished):
-    folder = finished()
-    shutil.rmtree(folder / FIRST)
-    before = {path: path.stat().st_ino for path in folder.glob("step-*")}
-    train(make_recipe({"resume": True}), quiet=True)
-    assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
-
-
-def test_what_a_killed_run_left_half_written_is_removed(make_recipe, killed_at, tmp_path):
+def test_what_a_killed_run_left_half_written_is_removed(run, killed_at, tmp_path):
     def prepare(patch):
         # As after SIGKILL: the folder does not get its name, nothing removes it.
         patch.setattr(saving.os, "replace", die)
         patch.setattr(saving.shutil, "rmtree", lambda *args, **options: None)
 
     killed_at(8, prepare=prepare)
-    part = tmp_path / "run" / f".{SECOND}.part"
-    assert part.is_dir()
+    assert (tmp_path / "run" / ".step-00000008.part").is_dir()
     (tmp_path / "run" / ".best.pt.7.part").touch()
-    train(make_recipe({"resume": True}), quiet=True)
+    run({"resume": True})
     assert not list((tmp_path / "run").glob(".*.part"))
-
-
-@pytest.mark.parametrize("step", [8, 12])
-def test_a_step_that_leaves_weights_that_are_not_finite_is_not_saved(make_recipe, step):
-    """Also where it is the last one, so that no later loss tells."""
-    recipe = make_recipe({"optim.restart_step": step - 1, "optim.restart_lr": 1e39})
-    with pytest.raises(NotFiniteError) as caught:
-        train(recipe, quiet=True)
-    last = f"step-{step - 4:08d}"
-    assert re.fullmatch(
-        rf"step {step}: the parameter embedding\.weight is not finite after the update; last "
-        rf"checkpoint: .*/{last}",
-        str(caught.value),
-    )
-    assert names(recipe.output)[-1] == last
-    assert "average.pt" not in names(recipe.output)

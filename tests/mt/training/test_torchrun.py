@@ -11,6 +11,7 @@ A fault comes only in the first start, not after torchrun has started the ranks 
 """
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from deepfast.mt.training.trainer import Trainer
 from tests.mt.training.runs import assert_losses_agree, assert_same_runs, names, rows
 
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 
@@ -39,7 +40,7 @@ KINDS = ("ddp", "fsdp")
 # Rounding may move the input of a relu across 0, where its gradient jumps; gelu has no such place.
 PLAIN = {"model.dropout": 0.0, "model.activation": "gelu", "train.max_steps": 20,
          "train.save_every": 5, "train.keep_last": 9}  # fmt: skip
-SILENT = "rank 1: no answer, killed or stopped from outside"
+SILENT = "no answer, killed or stopped from outside"
 
 
 def killed(trainer):
@@ -87,21 +88,21 @@ def stopped_before_save(trainer):
 
 
 FAULTS = {
-    "nan": (nan, f"rank 1: step {AT}: the loss is nan; the first value that is not finite is the "
+    "nan": ("fsdp", nan, "step 7: the loss is nan; the first value that is not finite is the "
             "output of encoder.layers.1.feed_forward.down (Linear)"),
-    "memory": (memory, "rank 1: out of memory (CUDA out of memory. Tried to allocate 20 GiB.)"),
-    "disk": (disk, "rank 1: {folder}/step-00000008: the checkpoint cannot be written (No space "
+    "memory": ("ddp", memory, "out of memory (CUDA out of memory. Tried to allocate 20 GiB.)"),
+    "disk": ("fsdp", disk, "{folder}/step-00000008: the checkpoint cannot be written (No space "
              "left on device); earlier ones are intact"),
-    "killed": (killed, SILENT),
-    "killed_in_save": (lambda trainer: in_save(trainer, lambda: killed(trainer)), SILENT),
-    "stopped": (stopped, SILENT),
-    "stopped_before_save": (stopped_before_save, SILENT),
+    "killed": ("ddp", killed, SILENT),
+    "killed_in_save": ("ddp", lambda trainer: in_save(trainer, lambda: killed(trainer)), SILENT),
+    "stopped": ("fsdp", stopped, SILENT),
+    "stopped_before_save": ("ddp", stopped_before_save, SILENT),
     # torchrun passes the signal on to all ranks.
-    "scheduler": (lambda trainer: os.kill(os.getppid(), signal.SIGTERM), None),
-    "torchrun_killed": (lambda trainer: os.kill(os.getppid(), signal.SIGKILL), None),
+    "scheduler": ("fsdp", lambda trainer: os.kill(os.getppid(), signal.SIGTERM), None),
+    "torchrun_killed": ("ddp", lambda trainer: os.kill(os.getppid(), signal.SIGKILL), None),
 }  # fmt: skip
-"""Fault -> what rank 1 does, and how the sentence begins with which all ranks end; None for faults
-with tests of their own."""
+"""Fault -> the kind of the ranks, what one of them does, and how the sentence begins with which all
+end; None for faults with tests of their own."""
 
 
 def wait_for_all(recipe, seconds=60):
@@ -125,7 +126,7 @@ def train_as_a_rank(words):
             due = os.environ["RANK"] == rank and restarts() == 0 and self.step + 1 == step
             if due and fault in FAULTS:
                 Path(f"{recipe}.began").touch()
-                FAULTS[fault][0](self)
+                FAULTS[fault][1](self)
             original(self)
 
         Trainer.train_step, os.fsync = train_step, fsync
@@ -160,54 +161,11 @@ def torchrun(make_recipe, tmp_path):
         process = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
              str(size), *options, __file__, *words],
-            capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         return Done(process, Path(f"{path}.began"))
 
     return run
-
-
-@pytest.fixture
-def one_process(make_recipe, tmp_path):
-    return train(make_recipe(PLAIN | {"output": str(tmp_path / "one")}), quiet=True).output
-
-
-def test_two_ranks_resume_to_the_bit(torchrun, tmp_path):
-    recipes = {}
-    for kind in KINDS:
-        # The second validation, right before the save at step 10, is worse than the first.
-        changes = PLAIN | {"parallel.kind": kind, "optim.accumulate": 3, "model.dropout": 0.2,
-                           "optim.restart_step": 6, "optim.restart_lr": 3.0}  # fmt: skip
-        recipes[f"{kind}-whole"] = changes
-        begun = {"train.max_steps": 10, "train.average_last": 0}
-        recipes[f"{kind}-first"] = changes | begun | {"output": f"{kind}-again"}
-        recipes[f"{kind}-again"] = changes | {"resume": True}
-    assert torchrun(2, recipes).code == 0
-    for kind in KINDS:
-        assert_same_runs(tmp_path / f"{kind}-whole", tmp_path / f"{kind}-again")
-        best = [row["best"] for row in rows(tmp_path / f"{kind}-whole", "valid")]
-        assert best[:2] == [True, False]
-
-
-def test_two_ranks_then_four_then_one(one_process, torchrun, make_recipe, tmp_path):
-    """Also from a step of one process."""
-    begun = {"train.max_steps": 10, "train.average_last": 0}
-    halves = {f"{kind}-half": PLAIN | begun | {"parallel.kind": kind} for kind in KINDS}
-    assert torchrun(2, halves).code == 0
-    shutil.copytree(one_process, tmp_path / "alone")
-    for step in (10, 15, 20):
-        shutil.rmtree(tmp_path / "alone" / f"step-{step:08d}")
-    recipes = {"alone": PLAIN | {"parallel.kind": "fsdp", "resume": True}}
-    for kind in KINDS:
-        shutil.copytree(tmp_path / f"{kind}-half", tmp_path / f"{kind}-one")
-        recipes[f"{kind}-half"] = PLAIN | {"parallel.kind": kind, "train.max_steps": 15,
-                                           "resume": True}  # fmt: skip
-    assert torchrun(4, recipes).code == 0
-    assert_losses_agree(one_process, tmp_path / "alone")
-    for path in (tmp_path / f"{kind}-{end}" for kind in KINDS for end in ("half", "one")):
-        train(make_recipe(PLAIN | {"output": str(path), "resume": True}), quiet=True)
-        assert_losses_agree(one_process, path)
-        assert (path / "step-00000020").is_dir()
 
 
 MODELS = {
@@ -225,27 +183,58 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_has_the_losses_of_one_process(torchrun, make_recipe, tmp_path, kind):
-    recipes = {name: PLAIN | changes | {"parallel.kind": kind} for name, changes in MODELS.items()}
-    assert torchrun(2, recipes).code == 0
-    for name, changes in recipes.items():
-        one = tmp_path / f"one {name}"
-        train(make_recipe(changes | {"output": str(one)}), quiet=True)
-        for stage in ("stage1", "stage2") if name == "growing" else ("",):
-            assert_losses_agree(one / stage, tmp_path / name / stage)
+def test_ranks_train_and_resume_as_one_process(torchrun, make_recipe, tmp_path):
+    """Two ranks, all models; two ranks again, to the bit; two and then four and then one."""
+
+    def alone(name, changes):
+        recipe = make_recipe(changes | {"output": str(tmp_path / name)})
+        return train(recipe, quiet=True).output
+
+    begun = {"train.max_steps": 10, "train.average_last": 0}
+    # The second validation, right before the save at step 10, is worse than the first.
+    restarted = PLAIN | {"optim.accumulate": 3, "model.dropout": 0.2, "optim.restart_step": 6,
+                         "optim.restart_lr": 3.0}  # fmt: skip
+    recipes = {}
+    for kind in KINDS:
+        own = {"parallel.kind": kind}
+        recipes[f"{kind}-whole"] = restarted | own
+        recipes[f"{kind}-first"] = restarted | own | begun | {"output": f"{kind}-again"}
+        recipes[f"{kind}-again"] = restarted | own | {"resume": True}
+        recipes[f"{kind}-half"] = PLAIN | own | begun
+        recipes |= {f"{kind}-{name}": PLAIN | own | changes for name, changes in MODELS.items()}
+    done = torchrun(2, recipes)
+    assert done.code == 0, done.error
+    for kind in KINDS:
+        assert_same_runs(tmp_path / f"{kind}-whole", tmp_path / f"{kind}-again")
+        best = [row["best"] for row in rows(tmp_path / f"{kind}-whole", "valid")]
+        assert best[:2] == [True, False]
+    for name, changes in MODELS.items():
+        one = alone(f"one {name}", PLAIN | changes)
+        stages = ("stage1", "stage2") if name == "growing" else ("",)
+        for kind, stage in itertools.product(KINDS, stages):
+            first = one.parent if stage else one
+            assert_losses_agree(first / stage, tmp_path / f"{kind}-{name}" / stage)
+
+    one = alone("one", PLAIN)
+    shutil.copytree(one, tmp_path / "of-one")
+    for step in (10, 15, 20):
+        shutil.rmtree(tmp_path / "of-one" / f"step-{step:08d}")
+    recipes = {"of-one": PLAIN | {"parallel.kind": "fsdp", "resume": True}}
+    for kind in KINDS:
+        shutil.copytree(tmp_path / f"{kind}-half", tmp_path / f"{kind}-of-two")
+        recipes[f"{kind}-half"] = PLAIN | {"parallel.kind": kind, "train.max_steps": 15,
+                                           "resume": True}  # fmt: skip
+    done = torchrun(4, recipes)
+    assert done.code == 0, done.error
+    assert_losses_agree(one, tmp_path / "of-one")
+    for name in (f"{kind}-{ranks}" for kind in KINDS for ranks in ("half", "of-two")):
+        path = alone(name, PLAIN | {"resume": True})
+        assert_losses_agree(one, path)
+        assert (path / "step-00000020").is_dir()
 
 
-def faulty(*faults, **changes):
-    return {fault: {"parallel.timeout": 8.0} | changes for fault in faults}
-
-
-def check(folder, fault, told, rank=1):
-    expected = FAULTS[fault][1].format(folder=folder).replace("rank 1", f"rank {rank}")
-    assert [sentence for sentence in told if sentence.startswith(expected)], told
-    # A rank that is killed while it writes leaves a hidden folder, which the next run removes.
-    assert [n for n in names(folder) if n.startswith("step-")] == [SAVED]
-    assert load_checkpoint(folder / SAVED)["step"] == 4
+def faulty(fault):
+    return {fault: {"parallel.timeout": 8.0, "parallel.kind": FAULTS[fault][0]}}
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
@@ -253,27 +242,31 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(torchrun, tmp_path):
     assert done.code == 0, done.error
     assert done.seconds < 100
     (sentence,) = done.told
-    assert sentence.startswith(SILENT)
+    assert sentence.startswith(f"rank 1: {SILENT}")
     folder = tmp_path / "killed"
     assert f"resumed from {folder / SAVED} at step 4" in done.out
     assert [row["step"] for row in rows(folder, "train")] == list(range(1, 13))
 
 
-@pytest.mark.parametrize("fault", [fault for fault, (_, sentence) in FAULTS.items() if sentence])
-@pytest.mark.parametrize(("kind", "size", "rank"), [("ddp", 2, 0), ("fsdp", 4, 2)])
-def test_every_fault_ends_all_ranks_within_a_minute(torchrun, tmp_path, fault, kind, size, rank):
-    rank = 0 if fault == "stopped_before_save" else rank
-    done = torchrun(size, faulty(fault, **{"parallel.kind": kind}), rank=rank)
+@pytest.mark.parametrize("fault", [fault for fault, (*_, told) in FAULTS.items() if told])
+def test_every_fault_ends_all_ranks_within_a_minute(torchrun, tmp_path, fault):
+    """The first of two ranks, or the third of four."""
+    kind, _, told = FAULTS[fault]
+    size, rank = (2, 0) if kind == "ddp" else (4, 2)
+    done = torchrun(size, faulty(fault), rank=rank)
     assert done.code != 0
     # torchrun waits 30 s before it kills a rank that is stopped.
     assert done.seconds < 60
-    assert len(done.told) == 1, done.error
-    check(tmp_path / fault, fault, done.told, rank)
+    (sentence,) = done.told
+    folder = tmp_path / fault
+    assert sentence.startswith(f"rank {rank}: {told.format(folder=folder)}")
+    # A rank that is killed while it writes leaves a hidden folder, which the next run removes.
+    assert [name for name in names(folder) if name.startswith("step-")] == [SAVED]
+    assert load_checkpoint(folder / SAVED)["step"] == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scheduler_stops_all_ranks_with_a_checkpoint(torchrun, tmp_path, kind):
-    done = torchrun(2, faulty("scheduler", **{"parallel.kind": kind}))
+def test_a_scheduler_stops_all_ranks_with_a_checkpoint(torchrun, tmp_path):
+    done = torchrun(2, faulty("scheduler"))
     assert done.code != 0
     assert done.seconds < 60
     (step,) = re.findall(r"SIGTERM: stopped after step (\d+); continue from", done.out)
