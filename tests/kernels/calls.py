@@ -174,7 +174,7 @@ def rank_of(o, v: dict) -> int:
     return v.get("rank", 0) if len(o.shapes) > 1 else 0
 
 
-def without_memory(launch, v: dict, **given):
+def without_memory(launch, v: dict, /, **given):
     """The record of a call whose tensors are on the meta device: a shape, a dtype, strides and an
     aligned address. ``given`` are further sizes and operands."""
     given = given_by(launch, v) | given

@@ -75,13 +75,11 @@ OTHERS = [
     *((name, {"T": 2, "D": 255, "V": 255, "dtype": BF16}) for name in NAMES),
     *(("layer_norm_backward", {"T": 5, "D": 33} | {w: w == one for w in WANTED}) for one in WANTED),
     *patterns(((12,), (12,)), ((8, 10, 12), (12, 14, 16)), ((8, 9, 10, 11, 12), (12, 13))),
-    *patterns(((8, 9, 12), (12, 13, 17)), ((11, 9), (17, 12)), ((9, 11), (13, 15, 17))),
     *far(("mix_rows", "attend_rows"), (range(13), range(13, 18)), (range(4), range(4, 20))),
     *far(("mix_rows", "attend_rows"), (range(1, 18, 4), [18, 20]), ([0, 1, 2, 5, 9], [10, 14])),
-    *far(("mix_rows",), ([], [3, 4]), ([4], [4])),
+    *far(("mix_rows",), ([], [3, 4])),
     *far(("pull_rows", "attend_pull"), (range(9), range(9, 21)), (range(16), range(16, 20))),
     *far(("pull_rows", "attend_pull"), ([0, 3, 6], range(8, 20, 2)), ([2, 1, 0], [9, 8, 7])),
-    *far(("pull_rows", "attend_pull"), ([3], [4]), ([0, 1, 3], [4, 5, 9, 10, 18])),
     *both("depth_attention", *({"K": n, "H": h, "T": 5, "D": 40} for n, h in ((1, 1), (33, 2)))),
     *(("cross_entropy", {"T": t, "V": v}) for t, v in ((2, 4096), (2, 8195), (1, 70_001))),
     *both("peephole_lstm", *({"P": p, "N": n, "H": h} for p, n, h in ((1, 1, 1), (2, 2, 70)))),
@@ -93,6 +91,9 @@ OTHERS = [
 """Launches at sizes and with lists of their own."""
 WIDE_ROW = {"near": (12,), "pull_rows": (12,), "T": 2, "D": 8192, "dtype": BF16}
 LARGE = [
+    *patterns(((8, 9, 12), (12, 13, 17)), ((11, 9), (17, 12)), ((9, 11), (13, 15, 17))),
+    *far(("mix_rows", "attend_rows"), ([4], [4])),
+    *far(("pull_rows", "attend_pull"), ([3], [4]), ([0, 1, 3], [4, 5, 9, 10, 18])),
     # More tiles than programs: the sums over tokens continue from tile to tile.
     ("layer_norm_backward", {"T": 70, "D": 512}),
     ("boundary_backward", {"T": 70, "D": 512}),

@@ -72,13 +72,12 @@ LONG = [
 CALLS = [("cpu", dtype, call) for call in SHORT for dtype in LOW]
 CALLS += [("cpu", dtype, call) for call in LONG for dtype in (torch.float32, torch.float64)]
 CALLS += [("sdpa", LOW[i % 3], call) for i, call in enumerate(SHORT + LONG) if not call[-1]]
-CALLS += [("triton", LOW[i % 3], call) for i, call in enumerate(SHORT)]
 CALLS = [call for call in CALLS if call[0] in SERVERS]
 if "triton" in SERVERS:
-    slow = (
-        pytest.param("triton", LOW[i % 3], c, marks=pytest.mark.slow) for i, c in enumerate(LONG)
-    )
-    CALLS += slow
+    CALLS += [
+        pytest.param("triton", LOW[i % 3], call, marks=[pytest.mark.slow] * (i % 2 or call in LONG))
+        for i, call in enumerate(SHORT + LONG)
+    ]
 
 
 def call(q, k, v, lengths, causal=False, **options):

@@ -13,29 +13,33 @@ from deepfast import ops as public
 from deepfast.cases import ops, sentences
 from deepfast.cases.case import tuple_of
 from deepfast.ops.register import LIBRARY
-from tests.ops.cases import EVERY, NAMES, Call, P, T, equal, of_any_length, operator, results
+from tests.ops.cases import EVERY, HERE, NAMES, Call, P, T, equal, of_any_length, operator, results
 
 SLOW = pytest.mark.slow
 
-# Of some ops Triton's kernels, of the others the CPU's; without dropout only the mask is missing.
-TRITON = ("attention", "depth_mix", "linear_cross_entropy")
-COMPILED = [(name, "triton" if name in TRITON else "cpu", P) for name in NAMES]
-COMPILED += [
-    pytest.param(name, by, p, marks=SLOW)
-    for name in NAMES
-    for by, p in (("cpu" if name in TRITON else "triton", P), ("cpu", 0.0))
-]
+# Each takes about a second.
+FAST = ("layer_norm", "depth_mix", "attention")
 
 
-@pytest.mark.parametrize(("name", "any_backend", "p"), COMPILED, indirect=["any_backend"])
-def test_compiles_to_one_graph(name, any_backend, p):
+def calls(*more):
+    """Each op with dropout, and ``more`` of the slow tests."""
+    fast = [pytest.param(name, P, marks=[SLOW] * (name not in FAST)) for name in NAMES]
+    return [*fast, *(pytest.param(*call, marks=SLOW) for call in more)]
+
+
+WITHOUT_DROPOUT = [(name, 0.0) for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "p"), calls(*WITHOUT_DROPOUT))
+@pytest.mark.parametrize("by", [by for by in HERE if by != "reference"])
+def test_compiles_to_one_graph(name, by, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    form, counts = of_any_length(name, any_backend, p), []
+    form, counts = of_any_length(name, by, p), []
     compiled = torch.compile(form, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (5, 9):
-        leaves = Call(name, any_backend, p, tokens).leaves
+        leaves = Call(name, by, p, tokens).leaves
         assert equal(results(compiled, leaves), results(form, leaves))
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1] > 0
@@ -121,14 +125,10 @@ def ours(program):
     return {n.target for n in program.graph.nodes if str(n.target).startswith("deepfast.")}
 
 
-@pytest.mark.parametrize(
-    ("name", "p"),
-    [
-        *((name, P) for name in NAMES),
-        *(pytest.param(name, P, marks=SLOW) for name in EVERY if name not in NAMES),
-        *(pytest.param(name, 0.0, marks=SLOW) for name in NAMES),
-    ],
-)
+OTHERS = [(name, P) for name in EVERY if name not in NAMES]
+
+
+@pytest.mark.parametrize(("name", "p"), calls(*OTHERS, *WITHOUT_DROPOUT))
 def test_a_decomposed_program_has_torchs_ops_alone(name, p):
     """With the same numbers; an exported one keeps the op."""
     c, program = Call(name, None, p), exported(name, p)

@@ -43,7 +43,7 @@ def test_extreme_values(any_backend):
     f = torch.zeros(2, 4, 12)
     f[:, 0], f[:, 1], f[0, 2, 0] = 1e30, -1e30, torch.nan
     weight, peephole = torch.eye(3).repeat(1, 4), torch.ones(3, 3)
-    h, _, c = peephole_lstm(f, weight, peephole, any_backend=any_backend)
+    h, _, c = peephole_lstm(f, weight, peephole, backend=any_backend)
     assert torch.equal(c[0], torch.full((3,), 2.0))
     assert h[:, 1].eq(0).all()
     assert h[:, 2, 0].isnan().all()
