@@ -64,13 +64,13 @@ test-avx2: setup
 	else echo "test-avx2: the processor has no AVX-512, so make test was the same run"; fi
 
 cuda-check: setup
-	$(BIN)/python tests/cuda/ptxas.py
+	$(BIN)/python -m tests.cuda.ptxas
 
 # The Triton of .venv and that of the oldest torch that is served.
 front-end: setup
 	test -d $(VENV)/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0
-	$(BIN)/python tests/kernels/front_end.py
-	PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python tests/kernels/front_end.py
+	$(BIN)/python -m tests.kernels.front_end
+	PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python -m tests.kernels.front_end
 
 report: setup
 	$(BIN)/deepfast report --output report

@@ -128,34 +128,26 @@ def test_triton_without_a_c_compiler_is_refused(monkeypatch, tmp_path, missing):
         backend.choose("layer_norm", "triton", "cuda", torch.bfloat16)
 
 
-def every_op(backend=None):
-    for calls in sizes.KERNELS.values():
-        case = next(calls.listed(sizes.QUICK["cpu"]))
-        leaves = case.leaves(torch.float32, torch.float32)
-        sum(y.sum() for y in tuple_of(case.run(**leaves, backend=backend))).backward()
-
-
-@pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_the_override_decides_what_runs(monkeypatch, name):
-    monkeypatch.setenv("DEEPFAST_BACKEND", name)
+@pytest.mark.parametrize(
+    ("variable", "argument"), [("cpu", None), ("reference", None), ("cpu", "reference")]
+)
+def test_an_argument_comes_before_the_override(monkeypatch, variable, argument):
+    monkeypatch.setenv("DEEPFAST_BACKEND", variable)
     with backend.record() as seen:
-        every_op()
-    assert set(seen) == {(op, name) for op in backend.OPS}
+        for calls in sizes.KERNELS.values():
+            case = next(calls.listed(sizes.QUICK["cpu"]))
+            leaves = case.leaves(torch.float32, torch.float32)
+            results = tuple_of(case.run(**leaves, backend=argument))
+            sum(y.sum() for y in results).backward()
+    assert set(seen) == {(op, argument or variable) for op in backend.OPS}
 
 
-def test_an_argument_comes_before_the_override(monkeypatch):
-    monkeypatch.setenv("DEEPFAST_BACKEND", "cpu")
-    with backend.record() as seen:
-        every_op(backend="reference")
-    assert {name for _, name in seen} == {"reference"}
-
-
-@pytest.mark.parametrize("op", sorted({*backend.OPS} - {"attention"}))
-def test_the_override_refuses_with_the_reason(monkeypatch, op):
+def test_the_override_refuses_with_the_reason(monkeypatch):
     monkeypatch.setenv("DEEPFAST_BACKEND", "varlen")
-    case = next(sizes.KERNELS[op].listed(sizes.QUICK["cpu"]))
-    with pytest.raises(BackendError, match=f"varlen is torch's attention, not {op}"):
-        case.run(**case.leaves(torch.float32, torch.float32))
+    for op in {*backend.OPS} - {"attention"}:
+        case = next(sizes.KERNELS[op].listed(sizes.QUICK["cpu"]))
+        with pytest.raises(BackendError, match=f"varlen is torch's attention, not {op}"):
+            case.run(**case.leaves(torch.float32, torch.float32))
 
 
 def test_an_unknown_override_is_an_error(monkeypatch):
@@ -179,11 +171,9 @@ def test_records_see_their_blocks_and_end_with_an_exception():
     assert not backend._records
 
 
-@pytest.mark.parametrize(
-    "op", ["layer_norm", "depth_mix", "activation", "boundary", "linear_cross_entropy"]
-)
-def test_the_reference_serves_on_any_device(op):
-    assert backend.chosen(op, None, torch.device("mps"), torch.float32) == "reference"
+def test_the_reference_serves_on_any_device():
+    for op in ("layer_norm", "depth_mix", "activation", "boundary", "linear_cross_entropy"):
+        assert backend.chosen(op, None, torch.device("mps"), torch.float32) == "reference"
 
 
 FORKS = """
@@ -212,6 +202,7 @@ assert sum(len(batch) for batch in loader) == 4
 """
 
 
+@pytest.mark.slow
 def test_importing_starts_no_threads(python):
     """Children forked after the import run parallel loops; with threads in their parent they hang.
 
@@ -221,6 +212,7 @@ def test_importing_starts_no_threads(python):
     assert "OMP_THREAD_LIMIT" not in said
 
 
+@pytest.mark.slow
 def test_a_limit_of_threads_warns(python):
     environment = {"OMP_NUM_THREADS": "2", "OMP_THREAD_LIMIT": "1"}
     said = python("-c", "import deepfast.backend", **environment).stderr

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from deepfast import availability, backend, build
-from tests.depth import test_engine
-from tests.ops import (
-    test_activation,
-    test_attention,
-    test_depth_mix,
-    test_dropout,
-    test_every_op,
-)
+from deepfast.build import BuildError
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -27,15 +20,6 @@ def test_build_info():
     assert info["architecture"] == platform.machine()
     assert info["cpu"] in info["instruction_sets"].split("+")
     assert "portable" in info["instruction_sets"].split("+")
-
-
-def test_one_kernel_file_per_op():
-    """<op>_kernel.cpp computes; run.cpp checks and divides among threads."""
-    files = {path.name for path in (CSRC / "cpu").glob("*_kernel.cpp")}
-    # The computation between torch's matrix products of this op.
-    names = ("cross_entropy" if op == "linear_cross_entropy" else op for op in backend.OPS)
-    # The far passes and decoding have no op.
-    assert files == {f"{name}_kernel.cpp" for name in (*names, "attend", "mix_rows", "decoding")}
 
 
 def test_kernels_use_no_standard_templates():
@@ -72,37 +56,29 @@ def supported(level):
     return chosen in LEVELS and LEVELS.index(level) <= LEVELS.index(chosen)
 
 
-# Every kernel and every dtype.
-COMPACT = [
-    test_every_op.test_agrees,
-    test_dropout.test_the_mask_is_the_references,
-    test_activation.test_gelu_on_a_cpu_is_exact_to_a_few_units,
-    test_attention.test_agrees,
-    test_depth_mix.test_agrees_on_every_16_bit_value,
-    test_engine.test_is_the_equation,
-    test_engine.test_is_accurate,
-]
+# Tests of every kernel and every dtype. The other tests take the level of this process.
+TESTS = ["ops/test_every_op.py", "ops/test_activation.py", "ops/test_depth.py"]
+TESTS += ["ops/test_attention.py", "ops/test_dropout.py", "kernels/test_every_launch.py"]
+TESTS += ["depth/test_engine.py"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level", [n for n in LEVELS if supported(n) and n != backend.build_info().get("cpu")]
+)
 def test_instruction_set_agrees(python, level):
-    """Every op and dtype against float64, in its own process, forced to one level."""
-    if not supported(level):
-        pytest.skip(f"no {level} here")
-    # This process runs one of the levels, so all other tests test it.
-    tests = COMPACT[:1] if level == backend.build_info()["cpu"] else COMPACT
-    names = [f"{test.__module__.replace('.', '/')}.py::{test.__name__}" for test in tests]
+    """In its own process, forced to one level."""
     script = (
         "import sys, pytest\n"
         "from deepfast import backend\n"
         f"assert backend.build_info()['cpu'] == {level!r}\n"
-        f"sys.exit(pytest.main(['-q', '-k', 'cpu', '-p', 'no:cacheprovider', *{names!r}]))"
+        "options = ['-q', '-k', 'cpu', '-m', 'not slow', '-p', 'no:cacheprovider']\n"
+        f"sys.exit(pytest.main([*options, *{[f'tests/{name}' for name in TESTS]!r}]))"
     )
-    python("-c", script, DEEPFAST_CPU_CAPABILITY=level)
+    python("-c", script, DEEPFAST_CPU_CAPABILITY=level, timeout=900)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_unknown_instruction_set_is_an_error(python):
     done = python("-m", "deepfast", "info", check=False, DEEPFAST_CPU_CAPABILITY="sse9")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
@@ -124,14 +100,19 @@ def test_cuda_files():
     assert sorted(registered) == sorted(backend.CUDA)
 
 
-@pytest.mark.parametrize(("wish", "torch_cuda", "nvcc", "reason"), [
-    ("", None, "13.0", "has no CUDA"),
-    ("", "13.0", None, "no nvcc was found"),
-    ("", "12.8", "13.0", "nvcc has CUDA 13.0, but torch was built with CUDA 12.8"),
-    ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
-    ("", "13.0", "13.0", None),
-    ("1", "13.0", "13.1", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wish", "torch_cuda", "nvcc", "reason"),
+    [
+        ("", None, "13.0", "has no CUDA"),
+        ("", "13.0", None, "no nvcc was found"),
+        ("", "12.8", "13.0", "nvcc has CUDA 13.0, but torch was built with CUDA 12.8"),
+        ("0", "13.0", "13.0", "DEEPFAST_BUILD_CUDA=0"),
+        ("", "13.0", "13.0", None),
+        ("1", "13.0", "13.1", None),
+        ("1", None, "13.0", BuildError("DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA")),
+        ("yes", "13.0", "13.0", BuildError("expected 0, 1 or unset")),
+    ],
+)
 def test_when_cuda_is_built(monkeypatch, tmp_path, wish, torch_cuda, nvcc, reason):
     monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
@@ -139,8 +120,12 @@ def test_when_cuda_is_built(monkeypatch, tmp_path, wish, torch_cuda, nvcc, reaso
     monkeypatch.setattr(build, "nvcc_facts", lambda _: (nvcc, ["80", "90"]))
     (tmp_path / "libcudart_static.a").touch()
     monkeypatch.setattr(build, "cuda_libraries", lambda _: [tmp_path])
-    got = build.why_no_cuda()
-    assert got == reason or (reason and reason in got)
+    if isinstance(reason, BuildError):
+        with pytest.raises(BuildError, match=str(reason)):
+            build.why_no_cuda()
+    else:
+        got = build.why_no_cuda()
+        assert got == reason or reason in got
 
 
 @pytest.mark.parametrize("says", ["exit 1", "echo no such thing", "echo release 13.0, V13"])
@@ -152,17 +137,6 @@ def test_an_nvcc_that_is_none_leaves_cuda_out(monkeypatch, tmp_path, says):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc))
     assert "does not behave like nvcc" in build.why_no_cuda()
-
-
-@pytest.mark.parametrize(
-    ("wish", "message"),
-    [("1", "DEEPFAST_BUILD_CUDA=1, but torch .* has no CUDA"), ("yes", "expected 0, 1 or unset")],
-)
-def test_cuda_that_is_demanded_and_cannot_be_built(monkeypatch, wish, message):
-    monkeypatch.setenv("DEEPFAST_BUILD_CUDA", wish)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(build.BuildError, match=message):
-        build.why_no_cuda()
 
 
 def test_the_build_with_cuda(monkeypatch):

@@ -84,6 +84,7 @@ def test_a_library_that_does_not_load_is_a_reason(package):
     assert str(library.in_package()) in reason
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not backend.compiled(), reason="there is no library to cut")
 def test_a_library_that_is_cut_short_is_a_reason(python, tmp_path):
     """To load it would end the process with a bus error."""

@@ -24,6 +24,7 @@ from deepfast.availability import BackendError
 from deepfast.dtypes import dtype_name
 from deepfast.launches import Launch, Launcher
 from deepfast.reference import accuracy
+from deepfast.reference.attention import attention
 from deepfast.selfcheck import operands, store
 
 MODES = ("first-use", "off", "require")
@@ -111,8 +112,12 @@ def fault(
         torch._C.DisableTorchFunction(),
     ):
         given = operands.like_those_of(launch, call, torch.Generator(device).manual_seed(1))
-        plain, exact = operands.copied(given), operands.copied(given, torch.float64)
         try:
+            if launch.name == "attention_backward":
+                # Its kernels for short sentences take it that o is the result of the others.
+                for x, result in zip((given.o, given.lse), attention(given), strict=True):
+                    x.copy_(result)
+            plain, exact = operands.copied(given), operands.copied(given, torch.float64)
             reference(exact)
             reference(plain)
         except Exception as error:

@@ -118,7 +118,9 @@ def _empty(o: Operand, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     variant for some alignments and strides."""
     strides, extent, fewer = [0] * x.dim(), 1, False
     regular = o.dense or x.stride(-1) != 1 or 0 in x.stride()
-    for i in sorted(range(x.dim()), key=lambda i: -i if regular else x.stride(i)):
+    # The only head of the keys has the stride of the tokens, and is not the outer dimension.
+    inner = [-i if regular else (x.stride(i), x.shape[i] > 1) for i in range(x.dim())]
+    for i in sorted(range(x.dim()), key=inner.__getitem__):
         # Slots lie closer together than in x where they have fewer tokens.
         closer = -(-extent // 64) * 64 + x.stride(i) % 64
         distance = closer if fewer else max(x.stride(i), extent)

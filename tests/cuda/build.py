@@ -1,7 +1,5 @@
 """Compiles csrc/cuda for the processor, over the emulator beside this file.
 
-    python tests/cuda/build.py      prints the path of the library, compiled if sources changed
-
 Loading it (`torch.ops.load_library`) registers `torch.ops.deepfast_emulated`.
 """
 
@@ -16,8 +14,11 @@ from torch.utils.cpp_extension import include_paths
 
 from deepfast import availability, backend
 from deepfast.build import CSRC, TARGET_VERSION, BuildError, Ninja, compiler, write_headers
+from deepfast.launches import LAUNCHES
+from tests.kernels.agreement import numbers, run
+from tests.kernels.calls import ROWS, covering, given_by
 
-__all__ = ["BuildError", "build", "compiler", "emulate"]
+__all__ = ["BuildError", "build", "compiler", "emulate", "every_launch"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulated"
@@ -92,5 +93,11 @@ def sanitizer() -> str | None:
     return " ".join(found) if len(found) == 2 else None
 
 
-if __name__ == "__main__":
-    print(build())
+def every_launch(ops, tokens: int, dim: int) -> None:
+    """All launches that have CUDA kernels, by ``ops``, a namespace of `torch.ops`: in every dtype,
+    with each pair of their options."""
+    sizes = {"T": (tokens,), "D": (dim,), "R": (ROWS,), "S": (ROWS + 1,)}
+    for name in backend.CUDA:
+        for v in covering(LAUNCHES[name], 2, sizes):
+            given = numbers(name, rank=v.get("rank", 0), **given_by(LAUNCHES[name], v))
+            run(ops, name, given, v["dtype"], v["dtype"])

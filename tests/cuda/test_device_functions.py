@@ -12,7 +12,6 @@ from torch.utils.cpp_extension import include_paths
 from deepfast.reference.dropout import philox
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-HALVES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module")
@@ -48,58 +47,37 @@ def floats_of(bits):
     return torch.as_tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-def narrowed(functions, x, dtype):
-    out = torch.empty(len(x), dtype=dtype)
-    functions.narrow(x, dtype == torch.float16, bits_of(out))
-    return out
-
-
-def assert_same_bits(got, expected):
-    """Equal, signs of zeros included, and NaN where NaN is expected."""
-    assert torch.equal(got.isnan(), expected.isnan())
-    there = ~expected.isnan()
-    wrong = (bits_of(got) != bits_of(expected)) & there
-    assert not wrong.any(), f"{got[wrong][:8]} instead of {expected[wrong][:8]}"
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_what_was_widened_narrows_to_itself(dtype, functions):
-    values = torch.arange(65536).to(torch.int16).view(dtype)
-    assert_same_bits(narrowed(functions, values.float(), dtype), values)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_any_fp32_pattern_narrows_to_nearest_even(dtype, functions):
-    values = floats_of(torch.randint(0, 2**32, (1 << 20,)))
-    assert_same_bits(narrowed(functions, values, dtype), values.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_ties_and_their_neighbours_narrow_to_nearest_even(dtype, functions):
+def patterns(dtype):
+    """fp32 values that are not trivial to narrow, by name."""
+    yield "each value of the narrow type", torch.arange(65536).to(torch.int16).view(dtype).float()
+    yield "any pattern", floats_of(torch.randint(0, 2**32, (1 << 20,)))
     # Halfway between every two neighbours of the narrow type, one fp32 below and one above: among
     # them all subnormals, the step to normal numbers, and the step from the largest to infinity.
-    patterns = torch.arange(0x7C00 if dtype == torch.float16 else 0x7F80)
-    low, high = ((patterns + i).to(torch.int16).view(dtype).double() for i in (0, 1))
-    largest = torch.finfo(dtype).max
-    high[-1] = 2 * largest - low[-2]
+    lower = torch.arange(0x7C00 if dtype == torch.float16 else 0x7F80)
+    low, high = ((lower + i).to(torch.int16).view(dtype).double() for i in (0, 1))
+    high[-1] = 2 * torch.finfo(dtype).max - low[-2]
     halfway = bits_of(((low + high) / 2).float()).long()
-    values = floats_of(torch.cat([halfway - 1, halfway, halfway + 1]).clamp(min=0))
-    values = torch.cat([values, -values])
-    values = torch.nn.functional.pad(values, (0, -len(values) % 8))
-    got = narrowed(functions, values, dtype)
-    assert_same_bits(got, values.to(dtype))
-    assert got[len(patterns) - 1] == largest
-    assert got[2 * len(patterns) - 1].isinf()
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_nan_stays_nan_and_infinity_infinity(dtype, functions):
+    ties = floats_of(torch.cat([halfway - 1, halfway, halfway + 1]).clamp(min=0))
+    yield "ties and their neighbours", torch.cat([ties, -ties])
     # NaNs whose fraction would be lost if its low bits were cut off.
     nans = [sign | 0x7F800000 | 1 << bit for sign in (0, 1 << 31) for bit in range(23)]
-    values = floats_of([*nans, 0x7FFFFFFF, 0xFFFFFFFF])
-    assert narrowed(functions, values, dtype).isnan().all()
-    infinities = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38, 65520, -65520, 0.0, -0.0])
-    assert_same_bits(narrowed(functions, infinities, dtype), infinities.to(dtype))
+    yield "NaN", floats_of([*nans, 0x7FFFFFFF, 0xFFFFFFFF])
+    yield (
+        "infinities",
+        torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38, 65520, -65520, 0, -0.0]),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_narrow_to_nearest_even(dtype, functions):
+    for name, values in patterns(dtype):
+        values = torch.nn.functional.pad(values, (0, -len(values) % 8))
+        got, expected = torch.empty(len(values), dtype=dtype), values.to(dtype)
+        functions.narrow(values, dtype == torch.float16, bits_of(got))
+        # Signs of zeros count. A NaN may be any NaN.
+        assert torch.equal(got.isnan(), expected.isnan()), name
+        wrong = (bits_of(got) != bits_of(expected)) & ~expected.isnan()
+        assert not wrong.any(), f"{name}: {got[wrong][:8]} instead of {expected[wrong][:8]}"
 
 
 def mask_of(seed, first, tokens, dim, p):

@@ -1,35 +1,27 @@
-"""One launch by some kernels and by the reference, on operands made from the table of launches."""
+"""One launch by some kernels and by the reference, on random operands."""
 
-import pytest
 import torch
 
 from deepfast import backend
 from deepfast.launches import LAUNCHES
 from deepfast.ops.common import empty_slots
 from deepfast.selfcheck.operands import READ_TOO, random
+from tests.kernels.calls import NUMBERS, ROWS, lists, rank_of
+from tests.tolerances import assert_all_accurate
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 SEED = torch.tensor(3 << 40)
-BOTH = pytest.mark.parametrize("kernels", ["triton", "cuda"], indirect=True)
-"""For a test of launches that CUDA C++ has too."""
 
 
-def served(kernels: str, name: str) -> bool:
-    return kernels == "triton" or name in backend.CUDA
+def served(by: str, name: str) -> bool:
+    """Whether a backend's own launch has what `agree` compares. Statistics of the CPU's attention
+    residuals have another meaning than the reference's."""
+    op = LAUNCHES[name].op
+    return name in backend.CUDA if by == "cuda" else by == "triton" or op not in ATTENTION
 
 
-ROWS, SLOT = 10, 4
-
-SIZES = {"R": ROWS, "S": ROWS + 1, "B": 4, "K": 3, "H": 1, "V": 19, "P": 2, "N": 3}
-NUMBERS = {
-    **dict.fromkeys(("eps", "source_eps", "out_eps"), 1e-5),
-    **dict.fromkeys(("rms", "source_rms", "out_rms", "accumulate", "reverse"), False),
-    **dict.fromkeys(("norm", "norm_source", "write_grad"), True),
-    **{"dropout_p": 0.3, "kind": "softmax", "label_smoothing": 0.1, "ignore_index": -1},
-    **{"k": SLOT, "near": [2, 3, 4], "grad_slot": SLOT + 1, "out_rows": [1, 2, 3]},
-    **{"pull_rows": [4, 5, 6, 7, 8, 9], "pull_slots": [5, 6, 7, 8, 9, 10]},
-    **{"sources": [0, 1, 2], "rows": [4, 5, 7], "grad_slots": [5, 6, 8]},
-}
+ATTENTION = ("attention", "attention_boundary")
+SIZES = {"R": ROWS, "S": ROWS + 1, "K": 3, "H": 1, "V": 19, "P": 2, "N": 3}
 ABSENT = {
     "depth_attention_forward": {"scores": None},
     "depth_attention_backward": {"scores": None, "dscores": None},
@@ -48,13 +40,14 @@ def apart(shape, dtype):
     return torch.empty(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]]
 
 
-def numbers(name: str, *, choice: int = 0, lists: int = 3, **given) -> dict:
+def numbers(name: str, *, rank: int = 0, **given) -> dict:
     """Every operand of a launch in fp32. ``given`` are sizes, and operands that are not random.
 
     Results begin with sevens: what a launch must not write, or not add to, is compared too.
-    choice: which of its shapes a weight has. lists: the length of a list of tensors.
+    rank: which of its shapes a weight has.
     """
-    sizes, made = SIZES | {"K": lists} | given, {}
+    given = SIZES | lists(name, given)
+    made = {}
     for o in LAUNCHES[name].operands:
         if o.name in given:
             made[o.name] = given[o.name]
@@ -62,14 +55,17 @@ def numbers(name: str, *, choice: int = 0, lists: int = 3, **given) -> dict:
             made[o.name] = NUMBERS[o.name]
         elif o.name == "seed":
             made[o.name] = SEED if given.get("dropout_p", 1) else None
+        elif o.name == "target":
+            made[o.name] = torch.randint(given["V"], o.shape(given))
+            made[o.name][1::3] = NUMBERS["ignore_index"]
         elif o.dtype == "int64":
-            made[o.name] = torch.randint(sizes["V"], o.shape(sizes))
+            made[o.name] = torch.randint(given["P"] + 1, o.shape(given))
         else:
-            shape = o.shape(sizes, min(choice, len(o.shapes) - 1))
+            shape = o.shape(given, rank_of(o, {"rank": rank}))
             written = o.writes and o.name not in READ_TOO
             make = (lambda s=shape: torch.full(s, 7.0)) if written else None
             one = make or (lambda s=shape, n=o.name: random(n, s))
-            made[o.name] = [one() for _ in range(lists)] if o.type == "Tensor[]" else one()
+            made[o.name] = [one() for _ in range(given["K"])] if o.type == "Tensor[]" else one()
     return made
 
 
@@ -102,12 +98,22 @@ def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
     return {key: torch.stack(x) if isinstance(x, list) else x for key, x in results.items()}
 
 
-def agree(tolerances, kernels, name: str, dtype, layout=plain, **given) -> dict:
+def reference_of(op: str):
+    return backend.choose(op, "reference", "cpu", torch.float32)[1]
+
+
+def agree(kernels, name: str, dtype, layout=plain, **given) -> dict:
     """Compares the launch by ``kernels`` with float64; returns its results."""
     op, given = LAUNCHES[name].op, numbers(name, **given)
-    reference = backend.choose(op, "reference", "cpu", torch.float32)[1]
     got = run(kernels(op), name, given, dtype, dtype, layout)
-    exact = run(reference, name, given, dtype, torch.float64)
-    near = run(reference, name, given, dtype, dtype)
-    tolerances.assert_all_accurate(got, near, exact, dtype)
+    exact = run(reference_of(op), name, given, dtype, torch.float64)
+    near = run(reference_of(op), name, given, dtype, dtype)
+    assert_all_accurate(got, near, exact, dtype)
     return got
+
+
+def same_bits(kernels, name: str, dtype, **given) -> None:
+    """Compares two runs."""
+    given = numbers(name, **given)
+    one, two = (run(kernels(LAUNCHES[name].op), name, given, dtype, dtype) for _ in range(2))
+    assert all(torch.equal(one[key], two[key]) for key in one)

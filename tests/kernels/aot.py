@@ -1,107 +1,123 @@
-"""Whether Triton compiles every kernel without register spills; needs no GPU.
+"""Triton compiles every kernel for sm_80, sm_90 and sm_100, without a register spill; no GPU.
 
-Each case of `aot_cases.py` calls a launcher; every kernel that it launches is compiled for a
-target instead of run, and its machine code is read.
+Each call below is compiled for a target instead of run, and the machine code of its kernels is
+read.
 
-    python tests/kernels/aot.py --only layer_norm --target 90
-    python tests/kernels/aot.py --write bench/results/aot.md
-
-Where deepfast is not installed, PYTHONPATH=. goes before them.
+    python -m tests.kernels.aot                                   # all calls for all targets
+    python -m tests.kernels.aot --only layer_norm --target 90
+    python -m tests.kernels.aot --main                            # one call of each launcher
 """
 
 import argparse
 import concurrent.futures
 import importlib
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 # Read when triton is imported. The interpreter compiles nothing.
 os.environ["TRITON_INTERPRET"] = "0"
 
-import aot_sass as sass
+import torch
 import triton
-from aot_cases import CASES, LAYERS, T
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from deepfast.kernels.launch import Kernel
+from deepfast.launches import LAUNCHES
+from tests.kernels import sass
+from tests.kernels.calls import chosen, without_memory
+from tests.kernels.without_gpu import launcher_of, use_target
 
-HEADER = f"""\
-# Triton compiles its kernels without spills
-
-Triton {triton.__version__}, no GPU; `python tests/kernels/aot.py --write bench/results/aot.md`.
-T = {T} tokens, {LAYERS} layers, attention over 8 heads of 64. *spills* counts the accesses to local
-memory in the machine code of all kernels of a case.
-
-"""
-
-# ---- what compiled kernels are kept by -----------------------------------------------------------
+# Packed batches have any number of tokens: not a multiple of 16, so no kernel may count on it.
+T, LAYERS = 8190, 100
+DEPTH = {"R": LAYERS + 1, "S": LAYERS + 2}
+ALL = range(LAYERS + 1)
+FULL = {"dtype": torch.float32}
 
 
-class Keys:
-    """`deepfast.kernels.launch` keeps compiled kernels by its own keys. Where Triton would compile
-    two kernels, these must differ; else they must not, because each costs a check."""
-
-    def __init__(self):
-        self.theirs: dict[tuple, set[str]] = {}
-        self.keys: dict[tuple, set] = {}
-        variant, self.ours = Kernel.variant, None
-
-        def remember(*given):
-            found = variant(*given)
-            self.ours = found[0]
-            return found
-
-        Kernel.variant = remember
-
-    def add(self, kernel, key) -> None:
-        """Called where Triton would compile ``kernel``, with its own key."""
-        self.theirs.setdefault((kernel.__name__, self.ours), set()).add(str(key))
-        self.keys.setdefault((kernel.__name__, str(key)), set()).add(self.ours)
-
-    def faults(self) -> list[str]:
-        faults = []
-        for what, table in (("kernels of Triton", self.theirs), ("keys", self.keys)):
-            faults += [
-                f"{k}: {len(others)} {what}" for k, others in table.items() if len(others) > 1
-            ]
-        return faults
+def both(op: str, *calls: dict) -> list[tuple[str, dict]]:
+    """Calls of the launches of both directions."""
+    return [(f"{op}_{way}", call) for way in ("forward", "backward") for call in calls]
 
 
-# ---- one case ----------------------------------------------------------------------------------
+def far(block: int, **call) -> list[tuple[str, dict]]:
+    """Far passes into and out of a block of this size, by DLCL and by attention."""
+    first = LAYERS + 1 - block
+    mix = {"sources": ALL[:first], "rows": ALL[first:]} | call
+    pull = {"sources": ALL[:block], "rows": ALL[block:]} | call
+    by_attention = [("attend_rows", ATTEND | mix), ("attend_pull", ATTEND | pull)]
+    return by_attention if "kind" in call else [("mix_rows", mix), ("pull_rows", pull)]
 
 
-def use_target(target: int) -> None:
-    """Makes Triton and the launchers behave as if there were a GPU.
+PLAIN = dict.fromkeys(("residual", "dsum", "dresidual"), False) | {"dropout_p": 0.0}
+RMS = {"rms": True, "source_rms": True, "out_rms": True} | dict.fromkeys(
+    ("bias", "dbias", "norm_bias", "dnorm_bias", "out_norm_bias", "dout_norm_bias"), False
+)
+ATTEND = {"kind": "softmax", "bias": False, "dbias": False}
+RELU = {"kind": "relu", "bias": True, "dbias": True}
+SCORED = {"query": False, "K": 7, "H": 4}
+WEIGHTED = {"query": False, "most": False, "K": 16, "H": 4}
+CAUSAL, GROUPS = {"reach": (-1, 0)}, {"H": 2, "G": 4}
+NEAR = {"reach": (64, 64), "length": 1024, "H": 8}
 
-    Triton 3.6 to 3.9 call these three functions of the driver before a kernel runs.
-    """
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", target, 32),
-        # Compiled kernels are kept by device.
-        get_current_device=lambda: target,
-        get_current_stream=lambda device: 0,
-    )
-    triton.runtime.driver.set_active(driver)
+CALLS = [
+    *both("layer_norm", {}, {"D": 4096}, PLAIN, FULL, RMS),
+    *both("activation", {"kind": "gelu", "D": 2048}, {"kind": "relu", "D": 2048}),
+    *both("activation", {"kind": "gelu", "D": 2048} | FULL),
+    *both("depth_mix", {"K": 16}, {"K": 33}, {"K": 16} | FULL),
+    *both("depth_attention", {"K": 16}, {"K": 33, "H": 4}, SCORED, WEIGHTED, WEIGHTED | FULL),
+    *both("depth_attention", {"K": 16} | FULL),
+    *far(8), *far(16), *far(8, **FULL),
+    *both("boundary", {}, {"D": 4096}, FULL, RMS),
+    *far(8, **ATTEND), *far(16, **ATTEND), *far(8, **ATTEND, D=1024), *far(4, **ATTEND, D=4096),
+    *far(8, **RELU), *far(8, **ATTEND, **FULL),
+    *both("attention_boundary", ATTEND, ATTEND | {"D": 4096}, RELU, ATTEND | FULL, ATTEND | RMS),
+    *both("attention", CAUSAL | {"length": 128}, CAUSAL | {"length": 512}, {"length": 64}),
+    *both("attention", {"length": 512}, {"length": 128} | FULL),
+    *both("attention", CAUSAL | GROUPS | {"length": 128}, GROUPS | {"length": 64}),
+    *both("attention", GROUPS | {"reach": (255, 0), "length": 1024}),
+    *both("attention", GROUPS | {"reach": (255, 0), "length": 1024, "E": 128}),
+    *both("attention", {"reach": (16, 16), "length": 128}, NEAR, NEAR | GROUPS | FULL),
+    ("cross_entropy", {"V": 32000}), ("cross_entropy", {"V": 32000} | FULL),
+    *both("peephole_lstm", {}, FULL),
+]  # fmt: skip
+"""A launch and the choices of `calls`; the first of a launch is its main one."""
 
 
-def compile_case(index: int, target: int) -> dict:
-    """The row of a case for a target, and a line for each fault.
+def record(name: str, call: dict):
+    """The operands of a call, at the sizes of a deep stack."""
+    launch = LAUNCHES[name]
+    sizes = {"T": T, "Q": T, "N": 256, "P": 3, "reverse": True} | DEPTH
+    if "boundary" in name:
+        # A state in the middle of its block of eight.
+        k = 31 if name.endswith("forward") else 27
+        call = {"near": ALL[24 : k + 1], "pull_rows": ALL[k:32]} | call
+        sizes |= {"k": k, "grad_slot": k + 1}
+    if name == "cross_entropy":
+        sizes |= {"T": 256}
+    if name.startswith("peephole"):
+        sizes |= {"N": 64, "H": 512}
+    v = chosen(launch, **call)
+    if launch.op == "attention":
+        # As a projection gives them: views of one packed tensor.
+        heads, keys, width = v["H"] * v["G"], v["G"], v["E"]
+        sizes |= {"scale": width**-0.5}
+        for d in ("", "d"):
+            packed = torch.empty(T, heads + 2 * keys, width, dtype=v["dtype"], device="meta")
+            views = packed.split((heads, keys, keys), 1)
+            sizes |= {d + x: view for x, view in zip("qkv", views, strict=True)}
+    return without_memory(launch, v, **sizes)
 
-    Needs its own process, because it changes Triton and the launchers.
-    """
-    case, found = CASES[index], {}
+
+def compile_call(name: str, call: dict, target: int) -> list[str]:
+    """A line for each fault. Needs its own process, because it changes Triton and the launchers."""
+    found, run = {}, JITFunction.run
     use_target(target)
-    module = importlib.import_module(f"deepfast.kernels.{case.module}")
+    launcher = launcher_of(LAUNCHES[name])
     common = importlib.import_module("deepfast.kernels.common")
+    module = importlib.import_module(launcher.__module__)
     common.multiprocessors = module.multiprocessors = lambda device: sass.MULTIPROCESSORS[target]
-    run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -110,86 +126,55 @@ def compile_case(index: int, target: int) -> dict:
 
     JITFunction.run = compile_only
     try:
-        case.run(case.launcher)
+        launcher(record(name, call))
     finally:
         JITFunction.run = run
-    spills, faults = 0, []
-    for name, kernel in found.values():
-        code, shared = machine_code(kernel), kernel.metadata.shared
-        spills += sum(op in sass.SPILLS for op in code)
-        lines = sass.faults(name, target, code, shared, triton.__version__)
-        faults += [f"{name} on sm_{target} in {case.name}: {line}" for line in lines]
-    names = dict.fromkeys(name for name, _ in found.values())
-    row = [case.name, str(target), ", ".join(names), str(spills)]
-    return {"row": row, "faults": faults}
+    return [
+        f"{kernel} on sm_{target} in {name} {call}: {fault}"
+        for kernel, made in found.values()
+        for fault in sass.faults(
+            kernel, target, listing(made), made.metadata.shared, triton.__version__
+        )
+    ]
 
 
-def machine_code(kernel) -> list[str]:
-    """The opcodes of a compiled kernel (`triton.compiler.CompiledKernel`)."""
+def listing(kernel) -> str:
+    """The machine code of a compiled kernel (`triton.compiler.CompiledKernel`)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sass.OPCODE.findall(text)
-
-
-# ---- all of them -------------------------------------------------------------------------------
-
-
-def compile_all(jobs: list[tuple[int, int]], processes: int) -> tuple[list[list[str]], list[str]]:
-    """The rows of all (case, target) pairs, and a line for each fault."""
-    rows, faults = [], []
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn) as pool,
-    ):
-        os.environ["TRITON_CACHE_DIR"] = cache
-        for (index, target), job in [(job, pool.submit(compile_case, *job)) for job in jobs]:
-            try:
-                found = job.result()
-            except Exception as error:
-                print(error.__cause__ or error, file=sys.stderr)
-                said = (str(error).strip().splitlines() or [""])[-1]
-                where = f"{CASES[index].name} on sm_{target}"
-                faults.append(f"{where}: launcher failed: {type(error).__name__}: {said}")
-            else:
-                rows.append(found["row"])
-                faults += found["faults"]
-    return rows, faults
-
-
-def table(rows: list[list[str]]) -> str:
-    lines = [["case", "sm", "kernels", "spills"], ["---"] * 4, *rows]
-    return HEADER + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose file or name holds this text")
+    parser.add_argument("--only", default="", help="launches whose name holds this text")
     parser.add_argument("--target", type=int, choices=sass.SHARED, action="append")
-    parser.add_argument("--sample", action="store_true", help="one case of each launcher alone")
+    parser.add_argument("--main", action="store_true", help="the first call of each launch alone")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
-    parser.add_argument("--json", type=Path, help="a file for what the test reads")
     options = parser.parse_args()
+    calls = list(dict(reversed(CALLS)).items()) if options.main else CALLS
     jobs = [
-        (index, target)
-        for index, case in enumerate(CASES)
-        for target in options.target or case.targets
-        if options.only in f"{case.module} {case.name}"
+        (name, call, target)
+        for name, call in calls
+        for target in options.target or sass.SHARED
+        if options.only in name
     ]
-    if options.sample:
-        jobs = sorted({CASES[job[0]].launch: job for job in reversed(jobs)}.values())
-    rows, faults = compile_all(jobs, options.processes)
-    text = table(rows)
-    print(text)
-    if options.write:
-        options.write.write_text(text)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "faults": faults}))
-    print("\n".join(faults) or "no faults")
+    faults, spawn = [], multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool,
+    ):
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for job, made in [(job, pool.submit(compile_call, *job)) for job in jobs]:
+            try:
+                faults += made.result()
+            except Exception as error:
+                faults.append(f"{job}: {type(error).__name__}: {error.__cause__ or error}")
+    print("\n".join(faults))
+    names = {name for name, _, _ in jobs}
+    print(f"Triton {triton.__version__}: {len(jobs)} calls of {len(names)} launches compiled")
     return 1 if faults else 0
 
 

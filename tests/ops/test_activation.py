@@ -1,19 +1,15 @@
-"""deepfast.ops.activation: what is special to it, on every backend of a CPU."""
+"""deepfast.ops.activation: its accuracy, values that are not finite, and what it keeps."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepfast import backend as backends
-from deepfast.cases import ops
-from deepfast.cases.case import Rows
 from deepfast.ops import activation
 from deepfast.ops.activation import activation_grad, activation_op, compute, compute_grad
 from deepfast.reference.activation import KINDS
-from tests.ops.cases import assert_agrees
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
-# Rows with and without whole vectors, with several kinds of tail, of more than 8192 channels.
 SEED, P = 1234567890123, 0.3
 NUMBERS = torch.linspace(-14, 14, 2**16 + 1)
 
@@ -35,22 +31,6 @@ def test_the_bias_keeps_its_dtype(backend, kind, dtype):
     assert bias.grad.dtype == dtype
     # No gradient of h is wanted, and none of the bias.
     assert not fused(h, kind, 0.0, backend, bias.detach()).requires_grad
-
-
-EXTREMES = {
-    "huge": lambda n: n * 1e18,
-    "tiny": lambda n: n * 1e-18,
-    "zero": lambda n: n * 0,
-    "far below zero": lambda n: n * 3 - 9,
-    "far above zero": lambda n: n * 3 + 9,
-}
-
-
-@pytest.mark.parametrize("values", EXTREMES)
-def test_agrees_on_extreme_values(backend, kind, values):
-    case = ops.activation("", Rows((9,), 130), kind, p=P)
-    case.operands["h"].x = EXTREMES[values](case.operands["h"].x)
-    assert_agrees(case, backend)
 
 
 def units(got, exact):
@@ -87,11 +67,11 @@ def test_gelu_of_the_reference_keeps_its_digits_far_below_zero():
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("dout", [1.0, torch.nan])
-def test_what_is_not_finite(backend, kind, dtype, dout):
+def test_what_is_not_finite(any_backend, kind, dtype, dout):
     """Like torch in float64; torch's own fp32 form of gelu loses some."""
     h = torch.tensor([[torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 1.0, -1.0] * 5]).to(dtype)
     h, exact = h.requires_grad_(), h.detach().double().requires_grad_()
-    got, want = fused(h, kind, 0.0, backend), getattr(F, kind)(exact)
+    got, want = fused(h, kind, 0.0, any_backend), getattr(F, kind)(exact)
     (dh,) = torch.autograd.grad(got, h, torch.full_like(h, dout))
     (dx,) = torch.autograd.grad(want, exact, torch.full_like(exact, dout))
     for a, b in ((got, want), (dh, dx)):

@@ -17,10 +17,6 @@ def without_gradients():
         yield
 
 
-def poisoned(*shape, dtype):
-    return torch.full(shape, math.nan, dtype=dtype)
-
-
 def attend(q, keys, values, sentences, seen, dtype):
     """Row by row in ``dtype``; ``seen`` (R, N) bool."""
     groups, width = keys.shape[1], keys.shape[3]
@@ -38,10 +34,13 @@ def compare(got, *operands):
     assert_accurate(got, plain, exact, got.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 32), (6, 2, 5), (1, 1, 17)])
+HEADS = pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 32), (6, 2, 5), (1, 1, 17)])
+IN_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@IN_EACH_DTYPE
+@HEADS
 def test_cross_attention(heads, groups, width, dtype, monkeypatch):
-    torch.manual_seed(0)
     keys, values = torch.randn(2, 3, 7, groups, width, dtype=dtype).transpose(2, 3)
     q = torch.randn(9, 3 * heads * width, dtype=dtype)[:, : heads * width]
     sentences = torch.tensor([0, 2, 2, 1, 0, 0, 1, 2, 0])
@@ -49,33 +48,30 @@ def test_cross_attention(heads, groups, width, dtype, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, shape: x.new_full(shape, math.nan))
     got = decoding.cached_attention(q, keys, values, sentences, padding=padding)
     compare(got, q, keys, values, sentences, ~padding[sentences])
-    everything = torch.ones(9, 7, dtype=torch.bool)
     got = decoding.cached_attention(q, keys, values, sentences)
-    compare(got, q, keys, values, sentences, everything)
+    compare(got, q, keys, values, sentences, torch.ones(9, 7, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 4, 32), (6, 2, 5), (1, 1, 17)])
-@pytest.mark.parametrize("steps", [1, 16, 21])
-def test_self_attention_adds_a_column_for_each_row(steps, heads, groups, width, dtype):
-    torch.manual_seed(0)
-    # Columns that nobody has written are NaN.
-    cache = poisoned(2, 3 * steps, 2, groups, width, dtype=dtype)
-    keys, values = cache.permute(2, 0, 3, 1, 4)
+@IN_EACH_DTYPE
+@HEADS
+def test_self_attention_adds_a_column_for_each_row(heads, groups, width, dtype):
     sentences = torch.tensor([0, 0, 1, 0])
-    columns = torch.randint(3, (4, steps)) + 3 * torch.arange(steps)
-    columns[:, -1] = torch.tensor([0, 2, 1, 1]) + 3 * (steps - 1)
-    written = torch.randn_like(cache[:, : 3 * steps - 3])
-    cache[:, : 3 * steps - 3] = written
-    q = torch.randn(4, heads * width, dtype=dtype)
-    new = torch.randn(4, 2 * groups * width, dtype=dtype)
-    key, value = new.chunk(2, 1)
-    got = decoding.cached_attention(q, keys, values, sentences, new=(key, value), columns=columns)
-    own = cache[sentences, columns[:, -1]]
-    assert torch.equal(own.flatten(1), new)
-    assert torch.equal(cache[:, : 3 * steps - 3], written)
-    seen = torch.zeros(4, 3 * steps, dtype=torch.bool).scatter_(1, columns, True)
-    compare(got, q, keys, values, sentences, seen)
+    for steps in (1, 16, 21):
+        # Columns that nobody has written are NaN.
+        cache = torch.full((2, 3 * steps, 2, groups, width), math.nan, dtype=dtype)
+        keys, values = cache.permute(2, 0, 3, 1, 4)
+        columns = torch.randint(3, (4, steps)) + 3 * torch.arange(steps)
+        columns[:, -1] = torch.tensor([0, 2, 1, 1]) + 3 * (steps - 1)
+        before = cache[:, : 3 * steps - 3]
+        written = before.normal_().clone()
+        q = torch.randn(4, heads * width, dtype=dtype)
+        new = torch.randn(4, 2 * groups * width, dtype=dtype)
+        options = {"new": new.chunk(2, 1), "columns": columns}
+        got = decoding.cached_attention(q, keys, values, sentences, **options)
+        assert torch.equal(cache[sentences, columns[:, -1]].flatten(1), new)
+        assert torch.equal(before, written)
+        seen = torch.zeros(4, 3 * steps, dtype=torch.bool).scatter_(1, columns, True)
+        compare(got, q, keys, values, sentences, seen)
 
 
 def test_large_scores_nan_and_nothing_seen():
@@ -126,11 +122,11 @@ def assert_alike(got, want):
     assert torch.equal(got[1][real], want[1][real])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 7, 127, 128, 129, 1000, 8001])
-@pytest.mark.parametrize("count", [1, 4, 9])
+@IN_EACH_DTYPE
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, 1), (2, 4), (7, 9), (127, 4), (128, 1), (129, 9), (1000, 4), (8001, 9)]
+)
 def test_best_tokens(count, size, dtype):
-    torch.manual_seed(size)
     logits = (4 * torch.randn(11, 2 * size, dtype=torch.float64)).to(dtype)[:, :size]
     banned = [0, size // 3] if size > 2 else []
     got, want = both(logits, count, banned, size - 1)
@@ -149,7 +145,6 @@ def test_best_tokens(count, size, dtype):
 
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_of_equal_tokens_the_lowest_are_taken(levels):
-    torch.manual_seed(levels)
     logits = torch.randint(levels, (50, 300)).float()
     logits[::7, 40:290] = -math.inf
     assert_alike(*both(logits, 6, [3, 299], 5))

@@ -1,47 +1,94 @@
-"""What holds for all ops alike: they agree with float64, and strides, threads and gradients that
-are not wanted change nothing."""
+"""All ops agree with float64; strides, threads and gradients that are not wanted change nothing."""
 
 from itertools import combinations
 
 import pytest
 import torch
 
-from deepfast import backend as backends
-from deepfast.cases.case import tuple_of
+from deepfast.cases import ops
+from deepfast.cases.case import Rows, tuple_of
 from deepfast.cases.sizes import LISTED, Sizes
-from tests.ops.cases import EVERY, PRODUCTS, RMS, ROWS, Call, assert_agrees, equal, results
+from tests.ops.cases import EVERY, HERE, PRODUCTS, RMS, ROWS, Call, assert_agrees, equal, results
 
 EVERY_OP = pytest.mark.parametrize("name", EVERY)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
+FP32, BF16, FP16, FP64 = DTYPES
 # Rows with and without whole vectors, with several kinds of tail; rows of more than 8192 channels.
 SIZES = {
-    "small": Sizes(5, 17, 32, 20),
-    "one": Sizes(1, 1, 8, 36),
-    "more": Sizes(70, 255, 64, 33),
-    "wide": Sizes(2, 9001, 8192, 129, 9),
+    "small": (Sizes(5, 17, 32, 20), DTYPES),
+    "one": (Sizes(1, 1, 8, 36), (FP32, FP64)),
+    "more": (Sizes(70, 255, 64, 33), (BF16,)),
+    "wide": (Sizes(2, 9001, 8192, 129, 9), (FP32,)),
 }
+"""By name the sizes of the calls, and the dtypes that they run in."""
+
 NARROW = ("norm_linear", "feed_forward", "linear_cross_entropy", "peephole_lstm")
+BOUNDARIES = ("boundary", "attention_boundary")
+# The weights or states of these would be large at wide rows. Of a norm of one channel only rounding
+# would be compared.
+LEFT_OUT = {(op, "wide") for op in (*NARROW, *BOUNDARIES)} | {(op, "one") for op in BOUNDARIES}
+CALLS = [
+    (op, by, size, dtype)
+    for op in LISTED
+    for by in HERE
+    if by != "triton"
+    for size, (_, dtypes) in SIZES.items()
+    for dtype in dtypes
+    if (op, size) not in LEFT_OUT
+]
+CALLS += [
+    pytest.param(op, "triton", "small", FP16, marks=pytest.mark.slow)
+    for op in LISTED
+    if "triton" in HERE
+]
 
 
-def can_run(op, by, size, dtype):
-    if size == "wide" and (op in NARROW or op.endswith("boundary")):
-        return False  # Its weights, or states, would be large.
-    if size == "one" and op.endswith("boundary"):
-        return False  # Of a norm of one channel only rounding would be compared.
-    if by == "cpu":
-        return backends.compiled()
-    return size != "one" or dtype.itemsize > 2  # Nothing but rounding would be compared.
-
-
-@pytest.mark.only_if(lambda op, by, size, dtype: can_run(op, by, size, dtype))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("op", "by"), [(op, by) for op in LISTED for by in ("cpu", "reference")])
+@pytest.mark.parametrize(("op", "by", "size", "dtype"), CALLS, ids=str)
 def test_agrees(op, by, size, dtype):
     """Forward and backward with float64, and to the bit with another run."""
-    for case in LISTED[op](SIZES[size]):
+    for case in LISTED[op](SIZES[size][0]):
         assert_agrees(case, by, dtype)
+
+
+EXTREMES = {
+    "a large mean": lambda x: x * 0.05 + 1000,
+    "huge": lambda x: x * 1e15,
+    "tiny": lambda x: x * 1e-15,
+    "constant rows": lambda x: x[:, :1].expand_as(x) * 100,
+    "zero": lambda x: x * 0,
+    "one outlier": lambda x: x + 1e4 * (torch.arange(x.shape[1]) == 3),
+    "far from zero": lambda x: x * 3 + 9 * x.sign(),
+}
+"""Values that sums of squares, variances and exponentials must survive."""
+ALONE = {"residual": False}
+AT_EXTREMES = {
+    "layer_norm": (ops.layer_norm, (500,), ALONE, EXTREMES),
+    "layer_norm, wide": (ops.layer_norm, (8191,), ALONE, EXTREMES),
+    "rms_norm": (ops.rms_norm, (64,), ALONE, EXTREMES),
+    "relu": (ops.activation, (130, "relu"), {"p": 0.3}, EXTREMES),
+    "gelu": (ops.activation, (130, "gelu"), {"p": 0.3}, EXTREMES),
+    "depth_mix": (ops.depth_mix, (130, 9), {}, ("a large mean", "huge", "tiny")),
+}
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "kind"),
+    [
+        (by, name, kind)
+        for name, (*_, kinds) in AT_EXTREMES.items()
+        for by in HERE
+        for kind in kinds
+        if by != "triton" or "wide" not in name
+    ],
+)
+def test_agrees_on_extreme_values(by, name, kind):
+    make, (dim, *more), options, _ = AT_EXTREMES[name]
+    case = make("", Rows((9,), dim), *more, **options)
+    for operand in case.operands.values():
+        if operand.x.shape == (9, dim):
+            operand.x = EXTREMES[kind](operand.x)
+    assert_agrees(case, by)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)

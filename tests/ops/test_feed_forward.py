@@ -81,24 +81,18 @@ def test_the_product_may_apply_the_bias_and_relu(tolerances, monkeypatch, dtype)
         tolerances.assert_accurate(value, default[name], default[name].double(), dtype, name)
 
 
-def test_without_residual_and_biases():
-    """Plain layer-norm, no dropout: x itself is the sum."""
-    leaves = leaves_of((5, 8))
-    x = leaves["x"]
-    out, s = feed_forward(x, None, None, leaves["up_weight"], None, leaves["down_weight"], None)
+def test_without_residual_norm_and_biases():
+    """x itself is the sum."""
+    x, _, _, _, up, _, down, _ = leaves_of((5, 8)).values()
+    out, s = feed_forward(x, None, None, up, None, down, None)
     assert s is x
-    expected = F.linear(
-        F.relu(F.linear(F.layer_norm(x, (8,)), leaves["up_weight"])), leaves["down_weight"]
-    )
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, F.linear(F.relu(F.linear(F.layer_norm(x, (8,)), up)), down))
 
 
 def test_return_norm_gives_the_norm_in_place_of_the_sum():
-    leaves = leaves_of((4, 8))
-    x, residual, *params = leaves.values()
+    x, residual, *params = leaves_of((4, 8)).values()
     out, n = fused_form(x, residual, *params, return_norm=True)
-    expected = F.layer_norm(x + residual, (8,), *params[:2])
-    torch.testing.assert_close(n, expected)
+    torch.testing.assert_close(n, F.layer_norm(x + residual, (8,), *params[:2]))
     again, s = fused_form(x, residual, *params)
     assert torch.equal(out, again)
     torch.testing.assert_close(s, x + residual)

@@ -1,37 +1,10 @@
-"""deepfast.ops.layer_norm and rms_norm: extreme values, memory, a training loop."""
+"""deepfast.ops.layer_norm and rms_norm: overflow, memory, and tensors changed in place."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast.cases import ops
-from deepfast.cases.case import Rows
 from deepfast.ops import add_layer_norm, layer_norm, rms_norm
-from tests.ops.cases import assert_agrees
-
-EXTREMES = {
-    "large mean": lambda n: n * 0.05 + 1000,
-    "large mean, small variance": lambda n: n * 0.01 + 1e4,
-    "huge": lambda n: n * 1e15,
-    "tiny": lambda n: n * 1e-15,
-    "constant rows": lambda n: n[:, :1].expand_as(n) * 100,
-    "zero": lambda n: n * 0,
-    "one outlier": lambda n: n + 1e4 * (torch.arange(n.shape[1]) == 3),
-}
-FULL, HALVES = torch.float32, (torch.bfloat16, torch.float16)
-
-
-@pytest.mark.only_if(lambda kind, dtype: dtype == FULL or "," not in kind)
-@pytest.mark.only_if(lambda kind, dtype: dtype == FULL or kind not in ("huge", "tiny"))
-@pytest.mark.parametrize("kind", EXTREMES)
-@pytest.mark.parametrize(
-    ("dtype", "dim"), [(FULL, dim) for dim in (5, 64, 500, 8191)] + [(d, 130) for d in HALVES]
-)
-@pytest.mark.parametrize("rms", [False, True])
-def test_agrees_on_extreme_values(backend, kind, dtype, dim, rms):
-    case = ops.layer_norm("", Rows((9,), dim), residual=False, rms=rms)
-    case.operands["x"].x = EXTREMES[kind](case.operands["x"].x)
-    assert_agrees(case, backend, dtype)
 
 
 @pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])

@@ -1,4 +1,4 @@
-"""deepfast.ops.peephole_lstm against float64, on every backend that computes it quickly."""
+"""deepfast.ops.peephole_lstm: its steps, threads, and values that are not ordinary."""
 
 import pytest
 import torch
@@ -38,12 +38,12 @@ def test_steps_one_by_one_are_the_whole(backend):
     assert torch.equal(c, whole[2])
 
 
-def test_extreme_values(backend):
+def test_extreme_values(any_backend):
     """Gates that are exactly 0 or 1, and a NaN that stays in its sentence."""
     f = torch.zeros(2, 4, 12)
     f[:, 0], f[:, 1], f[0, 2, 0] = 1e30, -1e30, torch.nan
     weight, peephole = torch.eye(3).repeat(1, 4), torch.ones(3, 3)
-    h, _, c = peephole_lstm(f, weight, peephole, backend=backend)
+    h, _, c = peephole_lstm(f, weight, peephole, backend=any_backend)
     assert torch.equal(c[0], torch.full((3,), 2.0))
     assert h[:, 1].eq(0).all()
     assert h[:, 2, 0].isnan().all()
@@ -61,18 +61,14 @@ def test_tiny_values_keep_their_digits(backend):
 
 
 @pytest.mark.parametrize(("T", "B"), [(0, 3), (2, 0), (0, 0)])
-def test_empty(backend, T, B):
-    leaves = [x.requires_grad_() for x in operands(T, B, 5)]
-    f, weight, peephole, h0, c0 = leaves
-    out = peephole_lstm(f, weight, peephole, h0=h0, c0=c0, reverse=True, backend=backend)
+@pytest.mark.parametrize("begun", [False, True])
+def test_empty(backend, T, B, begun):
+    leaves = [x.requires_grad_() for x in operands(T, B, 5)][: 5 if begun else 3]
+    begin = dict(zip(("h0", "c0"), leaves[3:], strict=False))
+    out = peephole_lstm(*leaves[:3], **begin, reverse=True, backend=backend)
     assert out[0].shape == (T, B, 5)
-    assert torch.equal(out[1], h0)
     grads = torch.autograd.grad(sum(o.sum() for o in out), leaves)
-    assert grads[1].eq(0).all()
-    assert grads[2].eq(0).all()
-    assert grads[3].eq(1).all()
-    # The same without first states.
-    out = peephole_lstm(f, weight, peephole, reverse=True, backend=backend)
-    grads = torch.autograd.grad(sum(o.sum() for o in out), leaves[:3])
-    assert [g.shape for g in grads] == [x.shape for x in leaves[:3]]
-    assert all(g.eq(0).all() for g in grads)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+    assert all(g.eq(0).all() for g in grads[:3])
+    assert all(g.eq(1).all() for g in grads[3:])
+    assert not begun or torch.equal(out[1], leaves[3])

@@ -14,19 +14,15 @@ from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.kernels.agreement import ABSENT, numbers
 from tests.ops.cases import EVERY, NAMES, RMS, Call, D, P, T, equal, operator, results
 
-# The backend is an argument of the operator, which is one and the same.
-_CASES = [
-    pytest.param(backend, p, marks=() if (backend, p) == ("cpu", P) else pytest.mark.exhaustive)
-    for backend in ("cpu", "reference", "triton")
-    for p in (0.0, P)
-]
-BACKENDS = pytest.mark.parametrize(("any_backend", "p"), _CASES, indirect=["any_backend"])
+SLOW = pytest.mark.slow
 
 
-@BACKENDS
-@pytest.mark.parametrize("name", EVERY)
-def test_opcheck(any_backend, name, p):
-    opcheck(*Call(name, any_backend, p).operator())
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [*((name, P) for name in EVERY), *(pytest.param(name, 0.0, marks=SLOW) for name in EVERY)],
+)
+def test_opcheck(name, p):
+    opcheck(*Call(name, "cpu", p).operator())
 
 
 @pytest.mark.parametrize("name", [n for n, launch in LAUNCHES.items() if launch.op != "attention"])
@@ -35,11 +31,11 @@ def test_opcheck_of_the_compiled_launches(name):
     opcheck(operator(name), tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
 
 
-@BACKENDS
+@pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("name", [*NAMES, *RMS])
-def test_the_operator_is_the_function(any_backend, name, p):
+def test_the_operator_is_the_function(backend, name, p):
     """Eager code bypasses the dispatcher and gives the same bits."""
-    c = Call(name, any_backend, p)
+    c = Call(name, backend, p)
     operator, arguments = c.operator()
     count = len(c.run(*c.leaves))
     direct = results(lambda *_: tuple_of(operator(*arguments))[:count], c.leaves)
@@ -97,13 +93,20 @@ def test_flops_of_a_stack(layers):
     assert counter.get_total_flops() == 6 * pairs * T * D
 
 
+@pytest.mark.parametrize(
+    ("transform", "error"),
+    [
+        (lambda f, x: torch.func.jvp(f, (x,), (x,)), "forward-mode"),
+        (lambda f, x: torch.func.grad(lambda x: f(x).sum())(x), "expected derivatives by torch"),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_forward_mode_is_an_error(name):
+def test_other_derivatives_are_an_error(name, transform, error):
     """Forward mode would give tangents of zero."""
     c = Call(name, "reference", 0.0)
     x, *rest = (t.detach() for t in c.leaves)
-    with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
-        torch.func.jvp(lambda x: c.run(x, *rest)[0], (x,), (x,))
+    with pytest.raises(NotImplementedError, match=rf"^[a-z_]+: {error}"):
+        transform(lambda x: c.run(x, *rest)[0], x)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +117,9 @@ def test_forward_mode_is_an_error(name):
         "AttentionResiduals": lambda x: AttentionResiduals(2, D)(x, DepthHistory()),
     }.items(),
 )
-def test_forward_mode_error_names_what_was_called(name, run):
+def test_the_error_names_what_was_called(name, run):
     with pytest.raises(NotImplementedError, match=f"^{name}: forward-mode"):
         torch.func.jvp(run, (torch.ones(2, D),), (torch.ones(2, D),))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_transforms_are_an_error(name):
-    c = Call(name, "reference", 0.0)
-    x, *rest = (t.detach() for t in c.leaves)
-    with pytest.raises(NotImplementedError, match=r"^[a-z_]+: expected derivatives by torch"):
-        torch.func.grad(lambda x: c.run(x, *rest)[0].sum())(x)
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FlopCounterMode])

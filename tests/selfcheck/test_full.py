@@ -58,6 +58,7 @@ def test_a_kernel_is_timed_beside_torch(device, monkeypatch):
     assert min(result["seconds"]["8"].values()) > 0
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_beside_the_plain_residual(device):
     job = {"op": full.STEP, "by": ["deepfast"], "dtype": "bfloat16", "device": "cpu"}
     said = []
@@ -73,7 +74,7 @@ def in_a_process(fault, seconds=120, dtype="float32"):
     return full.run(JOB | {"dtype": dtype}, seconds, prelude)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_crash_or_a_hang_ends_its_process_alone(device):
     aborted = in_a_process("abort_in_float32")
     assert aborted["error"].startswith(f"{CASE}: the process ended by SIGABRT")

@@ -116,6 +116,7 @@ def test_a_check_that_runs_is_not_one_that_did_not_end(key, caplog):
         assert len(store.load(key).wrong) == wrong
 
 
+@pytest.mark.slow
 def test_lines_of_several_processes_do_not_mix(caplog):
     root = str(Path(__file__).parents[2])
     running = [subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=root) for _ in range(2)]

@@ -1,0 +1,145 @@
+"""The ops over depth: every 16-bit value, memory, and scores that are not ordinary."""
+
+import pytest
+import torch
+
+from deepfast.cases import ops
+from deepfast.cases.case import Rows, differentiate
+from deepfast.cases.ops import attend as plain_form
+from deepfast.ops import depth_attention, depth_mix
+from tests.ops.cases import assert_agrees
+
+FP32, FP64 = torch.float32, torch.float64
+ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1 + 2**-9, 0.75, 3.0, 2**-12, 1 - 2**-12])
+@pytest.mark.parametrize("dim", [64, 1])
+def test_agrees_on_every_16_bit_value(backend, dtype, factor, dim):
+    """Loads and stores convert exactly as torch does: ties, subnormals, infinities, NaN."""
+    x = ALL_BITS.view(dtype).view(-1, dim)
+    got = depth_mix([x], torch.tensor([factor]), backend=backend)
+    torch.testing.assert_close(got, (x.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("count", "dim"), [(1, 64), (2, 1), (7, 255), (33, 17), (97, 512)])
+def test_several_sums(backend, count, dim):
+    """In float64, with the blocks of sources and channels of the kernel."""
+    assert_agrees(ops.depth_mix_sums("", Rows((3,), dim), count, 4), backend, FP64)
+
+
+def test_one_tensor_as_several_sources(backend):
+    x = torch.randn(4, 6, dtype=FP64, requires_grad=True)
+    weight = torch.randn(3, dtype=FP64, requires_grad=True)
+    depth_mix([x, x, x], weight, backend=backend).sum().backward()
+    torch.testing.assert_close(x.grad, weight.detach().sum().expand(4, 6))
+    torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
+
+
+def test_one_dimensional_sources(backend):
+    sources = [torch.randn(8) for _ in range(3)]
+    out = depth_mix(sources, torch.ones(3), norm_bias=torch.zeros(3, 8), backend=backend)
+    exact = sum(torch.nn.functional.layer_norm(s, (8,)) for s in sources)
+    torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("op", ["depth_mix", "depth_mix_sums", "attention_residual"])
+def test_memory_is_that_of_the_results(meter, op):
+    """Nothing is stacked, and nothing normalised is stored."""
+    case = getattr(ops, op)("", Rows((100,), 256), 40)
+    leaves = case.leaves(FP32, FP32)
+    with meter() as m:
+        out = case.run(**leaves, backend="cpu")
+    # Of each source and token two statistics, or the weights of two sums; of a softmax three of
+    # each token.
+    numbers = (3 if op == "attention_residual" else 2 * 40) * 100 * 4
+    assert m.peak <= out.nbytes + numbers + 10_000
+    dout, gradients = torch.ones_like(out), sum(x.nbytes for x in leaves.values())
+    with meter() as m:
+        out.backward(dout)
+    # Of the weights their copies again, and the gradients of these.
+    assert m.peak <= gradients + 2 * numbers * (op == "depth_mix_sums") + 20_000
+
+
+# ---- attention over depth ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_scores_far_from_zero(backend, offset):
+    """Only differences of scores count; each exponential alone would overflow or underflow."""
+    case = ops.depth_attention("", Rows((4,), 16), 9, 2, scored=True)
+    # In steps that fp32 represents exactly there too.
+    scores = case.operands["scores"]
+    scores.x = (scores.x * 8).round() / 8 + offset
+    assert_agrees(case, backend)
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e-15])
+def test_extreme_sources(backend, scale):
+    """With an eps that fits them, the weights are those of the sources without the scale."""
+    sources = [torch.randn(8, 70) * (1 + k % 3) + k % 2 for k in range(5)]
+    given = {"query": torch.randn(2, 70) / 70**0.5, "norm_weight": 1 + 0.3 * torch.randn(70)}
+    got = depth_attention([s * scale for s in sources], **given, eps=1e-36, backend=backend)
+    exact = plain_form([s.double() for s in sources], **{n: x.double() for n, x in given.items()})
+    torch.testing.assert_close(got.double() / scale, exact[0], rtol=1e-5, atol=1e-5)
+
+
+def scored(backend, scores, sources):
+    """Results and gradients of attention by given scores."""
+
+    def run(scores, **sources):
+        sources = list(sources.values())
+        if backend == "torch":
+            return plain_form(sources, scores=scores)
+        return depth_attention(sources, scores=scores, return_lse=True, backend=backend)
+
+    leaves = {f"x{k}": x for k, x in sources.items()} | {"scores": scores}
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
+    return differentiate(run, leaves, FP32)
+
+
+def test_a_source_left_out(any_backend):
+    """A score of -inf is a weight of zero, and has no gradient; also where more sources are left
+    out than a launch takes."""
+    sources = {k: torch.randn(6, 10) for k in range(20)}
+    scores = torch.randn(6, 20, 2)
+    scores[:, :17] = -torch.inf
+    with_all = scored(any_backend, scores, sources)
+    without = scored(any_backend, scores[:, 17:], {k: sources[k] for k in (17, 18, 19)})
+    for name in without.keys() - {"operand scores", "d scores"}:
+        torch.testing.assert_close(with_all[name], without[name], msg=name)
+    torch.testing.assert_close(with_all["d scores"][:, 17:], without["d scores"])
+    for gradient in (with_all["d x0"], with_all["d x16"], with_all["d scores"][:, :17]):
+        assert gradient.eq(0).all()
+
+
+@pytest.mark.parametrize(("hops", "place"), [((), 0), ((), 4), ((2,), 2)])
+def test_a_score_of_infinity_is_nan(any_backend, hops, place):
+    """Like torch.softmax: the result of its token is NaN, and no other."""
+    sources, scores = {k: torch.randn(6, 10) for k in range(5)}, torch.randn(6, 5, *hops)
+    scores[1, place] = torch.inf
+    got, want = scored(any_backend, scores, sources), scored("torch", scores, sources)
+    assert got["output 0"][1].isnan().all()
+    for name in got.keys() - {"output 1"}:
+        torch.testing.assert_close(got[name], want[name], equal_nan=True, msg=name)
+    assert torch.equal(got["output 1"].isfinite(), want["output 1"].isfinite())
+
+
+@pytest.mark.parametrize("hops", [(), (3,)])
+def test_merged_results_are_those_of_all_sources(backend, hops):
+    """Blocks of sources are computed alone and combined by their lse; values and gradients."""
+    sources = [torch.randn(4, 6, dtype=FP64) for _ in range(7)]
+    query, gain = torch.randn(*hops, 6, dtype=FP64), torch.rand(6, dtype=FP64)
+    leaves = [x.requires_grad_() for x in (*sources, query, gain)]
+    options = {"norm_weight": gain, "return_lse": True, "backend": backend}
+    (a, lse_a), (b, lse_b) = (
+        depth_attention(part, query, **options) for part in (sources[:3], sources[3:])
+    )
+    scores = torch.stack((lse_a, lse_b), -1)
+    merged = depth_attention([a, b], scores=scores, return_lse=True, backend=backend)
+    whole = depth_attention(sources, query, **options)
+    torch.testing.assert_close(merged, whole)
+    grads = [torch.randn_like(x) for x in whole]
+    got = torch.autograd.grad(merged, leaves, grads)
+    torch.testing.assert_close(got, torch.autograd.grad(whole, leaves, grads))
