@@ -63,15 +63,14 @@ def _chapter(name: str, field: str, unit: float) -> Callable[[Any, dict], None]:
         for row in report[name]:
             label = row["variant"]
             if row["what"]:
-                # Of a connection alone its fastest and its published form.
-                label = {"deepfast": row["what"], STACK: f"{row['what']}: {STACK}"}.get(label, "")
+                # Of a connection alone deepfast and the published form. The legend leaves out names
+                # that begin with _.
+                label = {"deepfast": row["what"], STACK: f"_{row['what']}"}.get(label, "")
             if label and row[field]:
                 curves.setdefault(label, []).append((row["depth"], row[field] * unit))
         if curves:
-            colors = {label: NAME_COLORS[label.partition(":")[0]] for label in curves}
-            dashed = [
-                label for label in curves if label == RESIDUAL or label.endswith(f": {STACK}")
-            ]
+            colors = {label: NAME_COLORS[label.removeprefix("_")] for label in curves}
+            dashed = [label for label in curves if label == RESIDUAL or label.startswith("_")]
             over_depth(axes, curves, colors, across="layers", strong=("deepfast",), dashed=dashed)
 
     return fill

@@ -9,7 +9,7 @@ import pytest
 from deepfast.cli import main
 from deepfast.measure import settings
 
-TINY = replace(settings.QUICK, depths=(2, 4), mixing_depth=4, policy_depth=4)
+TINY = replace(settings.QUICK, depths=(2, 4), policy_depth=4)
 
 
 @pytest.fixture
