@@ -138,9 +138,9 @@ def test_the_runs_of_a_sweep(tmp_path):
         ("pre-norm, 30 layers", 1, 3.0), ("pre-norm, 30 layers", 2, 4.0),
     ]  # fmt: skip
     assert len({row["settings"] for row in rows}) == 1
-    curve = learned.curve_of(rows[0])
+    curve = rows[0]["curve"].split()
     assert len(curve) <= learned.POINTS
-    assert curve[-1] == (21, 6.9)
+    assert curve[-1] == "21:6.9"
     table = page.learned_table(rows, "multi30k-depth")
     assert "| pre-norm, 30 layers | 3.500 ± 0.707 |  | 30.0 ± 0.0 |  | 2 |" in table
     assert page.less(rows, [rows[0] | {"seed": s, "nll": 2.0} for s in (1, 2)], "nll", 1) == (
