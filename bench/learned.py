@@ -24,7 +24,7 @@ POINTS = 10
 
 def thinned(curve: Sequence[tuple[int, float]]) -> str:
     """At most `POINTS` points as text, the last one among them: "200:4.051 400:3.213"."""
-    every = math.ceil(len(curve) / POINTS)
+    every = max(1, math.ceil(len(curve) / POINTS))
     return " ".join(f"{step}:{nll:.4g}" for step, nll in curve[::-1][::every][::-1])
 
 
