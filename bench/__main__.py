@@ -6,6 +6,7 @@
     python -m bench draw                  # pages and pictures from the files, without measuring
     python -m bench learned FOLDER RECIPE # adds the runs of a sweep to bench/results/learned.csv
 
+Another machine may be this one with DEEPFAST_CPU_CAPABILITY=avx2 and ATEN_CPU_CAPABILITY=avx2.
 Each section writes its rows when it ends. All forms of a section take turns, and a number is the
 median over the rounds. --quick takes toy sizes and writes into a temporary folder.
 """

@@ -20,18 +20,12 @@ from deepfast.mt.training.report import read_metrics
 
 POINTS = 10
 """Of a curve."""
-Curve = list[tuple[int, float]]
 
 
-def thinned(curve: Curve) -> str:
+def thinned(curve: Sequence[tuple[int, float]]) -> str:
     """At most `POINTS` points as text, the last one among them: "200:4.051 400:3.213"."""
-    every = math.ceil(len(curve) / POINTS)
+    every = max(1, math.ceil(len(curve) / POINTS))
     return " ".join(f"{step}:{nll:.4g}" for step, nll in curve[::-1][::every][::-1])
-
-
-def curve_of(row: dict) -> Curve:
-    points = (point.split(":") for point in row["curve"].split())
-    return [(int(step), float(nll)) for step, nll in points]
 
 
 def digest(settings: dict) -> str:

@@ -1,7 +1,7 @@
 """Models of other packages: ten connected ones beside the plain ones, and beam search beside
 `generate` of transformers, which it needs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,16 @@ from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.search import DecodingOptions, beam_search
 
 LAYERS, DIM, LENGTH = 6, 256, 128
+SIZES = {
+    "vocab_size": 1000, "hidden_size": DIM, "intermediate_size": 4 * DIM, "pad_token_id": 0,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FEW_KEYS = {"head_dim": 64, "num_key_value_heads": 2}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"reference_compile": False, "cls_token_id": 1, "sep_token_id": 2}
+VIT = {"image_size": 64, "patch_size": 8, "hidden_dropout_prob": 0.0}
+T5 = {"d_model": DIM, "d_kv": 64, "d_ff": 4 * DIM, "num_layers": LAYERS, "num_heads": 4,
+      "dropout_rate": 0.0}  # fmt: skip
 WHISPER = {
     "d_model": DIM, "encoder_layers": LAYERS, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 4 * DIM, "dropout": 0.0,
@@ -28,13 +37,8 @@ WHISPER = {
 
 def made(name: str, **options: Any) -> nn.Module:
     """A model of transformers."""
-    sizes = {
-        "vocab_size": 1000, "hidden_size": DIM, "intermediate_size": 4 * DIM, "pad_token_id": 0,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
     kind = getattr(transformers, name)
-    return kind(kind.config_class(**sizes | options))
+    return kind(kind.config_class(**SIZES | options))
 
 
 def torchs() -> nn.Module:
@@ -49,34 +53,19 @@ def read(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
 MODELS: dict[str, tuple] = {
     "torch's encoder": (torchs, "", lambda m, w: m(torch.ones(*w.shape, DIM))),
     "Llama": (partial(made, "LlamaForCausalLM"), "model", read),
-    "Qwen3": (partial(made, "Qwen3ForCausalLM", head_dim=64, num_key_value_heads=2), "model", read),
-    "Gemma 2": (
-        partial(made, "Gemma2ForCausalLM", head_dim=64, num_key_value_heads=2), "model", read,
-    ),
+    "Qwen3": (partial(made, "Qwen3ForCausalLM", **FEW_KEYS), "model", read),
+    "Gemma 2": (partial(made, "Gemma2ForCausalLM", **FEW_KEYS), "model", read),
     "GPT-2": (partial(made, "GPT2LMHeadModel", **NO_DROPOUT), "transformer", read),
     "GPT-NeoX": (partial(made, "GPTNeoXForCausalLM"), "gpt_neox", read),
-    "ModernBERT": (
-        partial(made, "ModernBertForMaskedLM", reference_compile=False, cls_token_id=1,
-                sep_token_id=2), "model", read,
-    ),
-    "ViT": (
-        partial(made, "ViTForImageClassification", image_size=64, patch_size=8,
-                hidden_dropout_prob=0.0), "vit",
-        lambda m, w: m(torch.ones(2 * len(w), 3, 64, 64)).logits,
-    ),
-    "Whisper's encoder": (
-        lambda: made("WhisperModel", **WHISPER).get_encoder(), "",
-        lambda m, w: m(torch.ones(len(w), 80, 2 * LENGTH)).last_hidden_state,
-    ),
-    "T5, both sides": (
-        partial(made, "T5ForConditionalGeneration", d_model=DIM, d_kv=64, d_ff=4 * DIM,
-                num_heads=4, num_layers=LAYERS, dropout_rate=0.0), "encoder decoder",
-        lambda m, w: m(input_ids=w, decoder_input_ids=w).logits,
-    ),
+    "ModernBERT": (partial(made, "ModernBertForMaskedLM", **BERT), "model", read),
+    "ViT": (partial(made, "ViTForImageClassification", **VIT), "vit",
+            lambda m, w: m(torch.ones(2 * len(w), 3, 64, 64)).logits),
+    "Whisper's encoder": (lambda: made("WhisperModel", **WHISPER).get_encoder(), "",
+                          lambda m, w: m(torch.ones(len(w), 80, 2 * LENGTH)).last_hidden_state),
+    "T5, both sides": (partial(made, "T5ForConditionalGeneration", **T5), "encoder decoder",
+                       lambda m, w: m(input_ids=w, decoder_input_ids=w).logits),
 }  # fmt: skip
 """How each is made, the parents that are connected, and a call of it."""
-
-
 DLCL_FORMS = {f"DLCL, {policy}": {"recompute": policy} for policy in CONNECT_POLICIES}
 """Variant of torch's encoder -> arguments of `deepfast.connect`."""
 CONNECTED: dict[str, dict | None] = {
@@ -152,12 +141,9 @@ class BeamCase:
         )  # fmt: skip
         self.theirs = transformers.MarianMTModel(theirs).eval()
         self.theirs.final_logits_bias[:, EOS] = UNLIKELY
-        self.runs: dict[str, Callable[[], int]] = {
-            "deepfast": self.deepfast, "transformers": self.transformers,
-        }  # fmt: skip
 
     def run(self, row: Row) -> None:
-        found = self.runs[row.variant]()
+        found = self.deepfast() if row.variant == "deepfast" else self.transformers()
         if found != len(self.source) * (TOKENS + 1):
             raise RuntimeError(f"{row.variant}: expected translations of {TOKENS} tokens")
 

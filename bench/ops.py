@@ -24,6 +24,7 @@ def test_op(benchmark, op, dtype, who):
         torch.autograd.grad(outputs, list(leaves.values()), list(map(torch.ones_like, outputs)))
 
     benchmark.pedantic(step, rounds=9, warmup_rounds=1)
-    if nbytes := sum(moved.nbytes(dtype) for moved in case.moved):
+    nbytes = sum(moved.nbytes(dtype) for moved in case.moved)
+    if nbytes and benchmark.enabled:
         gb_per_second = round(nbytes / benchmark.stats.stats.median / 1e9, 2)
         benchmark.extra_info.update(bytes=nbytes, gb_per_second=gb_per_second)

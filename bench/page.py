@@ -95,10 +95,12 @@ def mixed(n: Numbers) -> str:
 
 
 def memory(n: Numbers) -> str:
-    return n.table(
+    text = n.table(
         (n.of("memory", "GiB"), lambda row: row.variant, lambda _: "peak, GiB"),
         (n.of("memory", "x"), lambda row: row.variant, lambda _: "time over that of none"),
     )
+    (deepest,) = n.of("memory", "layers")
+    return f"{text}\nThe planner fits {deepest} layers into 24 GiB ({deepest.sizes}).\n"
 
 
 def ops(n: Numbers) -> str:
@@ -121,7 +123,8 @@ def models(n: Numbers) -> str:
 
 def beams(n: Numbers) -> str:
     rows = [row for row in n.of("models", "x") if not row.depth]
-    return n.table((rows, case, lambda _: "time over deepfast's"))
+    text = n.table((rows, case, lambda _: "time over deepfast's"))
+    return f"{text}\n{rows[0].sizes}.\n"
 
 
 def of_experiment(rows: list[dict], name: str) -> dict[str, list[dict]]:
@@ -201,9 +204,10 @@ def captioned(section: str, text: Callable[[Numbers], str]) -> Block:
         rows = [row for row in n.rows.values() if row.command == command]
         if not rows:
             return f"`{command}`\n"
-        sizes = " and ".join(dict.fromkeys(row.sizes for row in rows if section != "ops"))
-        about = f"{rows[0].processor}, {rows[0].threads} thread, {rows[0].date}, {rows[0].commit}"
-        return f"{text(n)}\n`{command}`: {sizes + '; ' if sizes else ''}{about}.\n"
+        row = rows[0]
+        sizes = "" if section == "ops" else f"{row.sizes}; "
+        about = f"{row.processor}, {row.threads} thread, {row.date}, {row.commit}"
+        return f"{text(n)}\n`{command}`: {sizes}{about}.\n"
 
     return block
 
@@ -280,10 +284,7 @@ def draw(source: Path = FOLDER, target: Path | None = None) -> None:
     look, in the folder ``target``."""
     n, runs = Numbers(source), learned.read()
     draw_figures(n, runs, target or FOLDER)
-    pages = {}
     for name, blocks in BLOCKS.items():
         text = (ROOT / name).read_text("utf-8")
-        pages[name] = filled(text, [block(n, runs) for block in blocks])
-    for name, text in pages.items():
         path = ROOT / name if target is None else target / Path(name).name
-        path.write_text(text, "utf-8")
+        path.write_text(filled(text, [block(n, runs) for block in blocks]), "utf-8")

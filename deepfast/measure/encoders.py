@@ -61,11 +61,12 @@ class StepCase:
         options: dict[str, Any] = {"dropout": 0.0, "activation": activation}
         self.encoder = TransformerEncoder(*sizes, **options)
         dlcl = self.encoder.connection.depth
+        residuals = TransformerEncoder(*sizes, connection="attnres", **options).connection
         # Away from the initial averages: equal weights would hide a mix-up of layers.
         with torch.no_grad():
             dlcl.weight.mul_(1 + 0.3 * torch.randn_like(dlcl.weight))
             dlcl.norm_weight.add_(0.1 * torch.randn_like(dlcl.norm_weight))
-        residuals = TransformerEncoder(*sizes, connection="attnres", **options).connection
+            residuals.depth.query.normal_(std=settings.dim**-0.5)
 
         def beside(name: str) -> TransformerEncoder:
             """An encoder of the same layers; the norms of sublayers are others."""

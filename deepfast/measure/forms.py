@@ -131,10 +131,14 @@ def _compiled_loop() -> Callable:
     return torch.compile(loop_of_adds, fullgraph=True, dynamic=False)
 
 
+def allow_variants() -> None:
+    """Lets the compiler make a variant for each row, twice where some steps have no gradient."""
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+
+
 def CompiledLoop(dlcl: DLCL) -> DLCLForm:
     """The loop of adds under `torch.compile`, which compiles one variant for each row."""
-    # Twice as many where some steps have no gradient.
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    allow_variants()
     return DLCLForm(_compiled_loop(), dlcl)
 
 

@@ -133,6 +133,7 @@ class MixingCase:
         """A whole DLCL stack with loops of adds under `torch.compile`, with autograd or without."""
         learns = torch.is_grad_enabled()
         if learns not in self.graphs:
+            forms.allow_variants()
 
             def whole() -> Tensor:
                 return self.forward("DLCL", COMPILED)

@@ -18,13 +18,11 @@ from deepfast.mt.data.text import read_parallel
 from deepfast.mt.models import Transformer
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.search import DecodingOptions, bleu, translate_lines
-from deepfast.mt.training import Recipe, TrainResult, load_recipe, train
+from deepfast.mt.training import TrainResult, load_recipe, train
 from deepfast.mt.training.environment import SIGNALS
 from deepfast.mt.training.report import read_metrics
 
 SAMPLES = 8
-SIZES = ("encoder_layers", "decoder_layers", "norm", "dim", "num_heads", "ffn_dim", "dropout")
-"""What the page may say about a model's config."""
 
 
 class Training:
@@ -64,12 +62,17 @@ class Training:
         if result.stopped in SIGNALS:
             # On Ctrl-C the trainer stops cleanly. Here the whole report must stop.
             raise KeyboardInterrupt
-        rows = read_metrics(folder)
-        curve = {
-            part: [[r["step"], r["nll"], r["seconds"]] for r in rows if r["event"] == event]
-            for part, event in (("train", "train"), ("dev", "valid"))
+        curve = [[r["step"], r["nll"]] for r in read_metrics(folder) if r["event"] == "valid"]
+        self.chapter["runs"][key] = {
+            "recipe": " ".join([RECIPE, *changes]),
+            "steps": result.step,
+            "seconds": result.seconds,
+            "best_nll": result.best_nll,
+            "learning_rate": recipe.optim.lr,
+            "curve": {"dev": curve},
+            "parameters": sum(p.numel() for p in _load(result.for_translation)[0].parameters()),
+            "model": recipe.to_dict()["model"],
         }
-        self.chapter["runs"][key] = _summary(key, recipe, result) | {"curve": curve}
         if key == "dlcl":
             self.result = result
 
@@ -87,7 +90,6 @@ class Training:
         names = ("source", "reference", "hypothesis")
         self.chapter |= {
             "status": "measured",
-            "checkpoint": self.result.for_translation.name,
             "unigram_nll": _token_frequencies_nll(folder, vocabulary),
             "weights": weights,
             "scores": asdict(bleu(hypotheses, references)),
@@ -95,26 +97,6 @@ class Training:
             "exact": sum(reference == found for _, reference, found in triples),
             "samples": [dict(zip(names, triple, strict=True)) for triple in triples[:SAMPLES]],
         }
-
-
-def _summary(key: str, recipe: Recipe, result: TrainResult) -> dict:
-    model, vocabulary = _load(result.for_translation)
-    config = model.config
-    return {
-        "recipe": RECIPE if key == "dlcl" else " ".join([RECIPE, *TWIN]),
-        "steps": result.step,
-        "seconds": result.seconds,
-        "best_nll": result.best_nll,
-        "average_nll": result.average_nll,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": len(vocabulary),
-        "learning_rate": recipe.optim.lr,
-        "max_tokens": recipe.data.max_tokens,
-        "model": {
-            "connection": config.encoder_connection,
-            **{name: getattr(config, name) for name in SIZES},
-        },
-    }
 
 
 def _load(path: Path) -> tuple[Transformer, Vocabulary]:
