@@ -17,6 +17,7 @@ from deepfast.mt.training import (
     load_checkpoint,
     load_recipe,
     recipe_from_dict,
+    saving,
     train,
 )
 from deepfast.mt.training.growing import runs, second_run
@@ -94,6 +95,19 @@ def test_an_interrupt_stops_both_and_either_resumes(
     said = capsys.readouterr().out
     assert ("/run/stage1\n" in said, "/run/stage2\n" in said) == (not growing, True)
     assert_same_folders(whole_run(GROW), tmp_path / "run")
+
+
+def test_a_signal_in_the_last_save_of_the_first_run(make_recipe, tmp_path, monkeypatch):
+    save = saving.Saving.step
+
+    def signalled(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(self)
+
+    monkeypatch.setattr(saving.Saving, "step", signalled)
+    first = train(make_recipe(GROW | {"train.save_every": 6}), quiet=True)
+    assert (first.stopped, first.step) == ("SIGTERM", 6)
+    assert not (tmp_path / "run" / "stage2").exists()
 
 
 def test_both_runs_may_move_before_they_go_on(make_recipe, whole_run, tmp_path):
