@@ -134,7 +134,7 @@ OTHER_CONTENT = "got other torch.save content"
     ("written", "sentence"),
     [
         (None, r"model\.pt: there is no such file"),
-        (..., r"model\.pt/run\.pt: there is no such file"),
+        (..., r"model\.pt: expected a checkpoint, such as .*/best\.pt, got a folder that is no"),
         *((data, DAMAGED) for data in (b"", b"P", b"text\n", b"\x80\x02]q\x00.", bytes(1000))),
         *((data, DAMAGED) for data in (Evil(), HEAD | {"config": Evil()})),
         *((data, OTHER_CONTENT) for data in ([1, 2], {"a": 3}, {"format": "other"}, torch.ones(3))),

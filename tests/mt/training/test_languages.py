@@ -81,13 +81,14 @@ def test_one_language_has_no_tags(tmp_path):
     assert english.test == [(source, target) for target, source in turned.test]
 
 
-def test_a_line_without_a_tag_is_named(latent_recipe, tagged, tmp_path):
-    lines = (tagged / "train.source").read_text().splitlines()
+@pytest.mark.parametrize("part", ["train", "dev", "test"])
+def test_a_line_without_a_tag_is_named(latent_recipe, tagged, tmp_path, part):
+    lines = (tagged / f"{part}.source").read_text().splitlines()
     lines[6] = lines[6].removeprefix("<de> ")
-    path = tmp_path / "train.source"
+    path = tmp_path / f"{part}.source"
     path.write_text("\n".join(lines) + "\n")
-    recipe = latent_recipe({"data.train_source": str(path)})
-    with pytest.raises(DataError, match=r"train\.source:7: expected a source that begins with"):
+    recipe = latent_recipe({f"data.{part}_source": str(path)})
+    with pytest.raises(DataError, match=rf"{part}\.source:7: expected a source that begins with"):
         load_corpus(recipe.data, seed=1, folder=tmp_path)
 
 
