@@ -6,6 +6,7 @@ import torch
 from deepfast.cli import main
 from deepfast.files import DataError
 from deepfast.mt.models.checkpoint import load_checkpoint, load_model, save_checkpoint
+from deepfast.mt.search import load_translator
 from deepfast.mt.training import train
 from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.sections import DataSection
@@ -90,6 +91,16 @@ def test_a_line_without_a_tag_is_named(latent_recipe, tagged, tmp_path, part):
     recipe = latent_recipe({f"data.{part}_source": str(path)})
     with pytest.raises(DataError, match=rf"{part}\.source:7: expected a source that begins with"):
         load_corpus(recipe.data, seed=1, folder=tmp_path)
+
+
+def test_any_model_of_several_languages_needs_a_tag_to_translate(latent_recipe):
+    plain = {"model.decoder_connection": "residual", "model.latent": None, "train.max_steps": 1}
+    recipe = latent_recipe(plain)
+    translator = load_translator([train(recipe, quiet=True).average], "cpu")
+    assert translator.prepare(["<xx> a", "", " <de> b"]) == ["<xx> a", "", " <de> b"]
+    for line in ("a", "<fr> a"):
+        with pytest.raises(ValueError, match=f"line 2 begins with '{line.split()[0]}': expected"):
+            translator.prepare(["<xx> a", line])
 
 
 def test_lower_case_leaves_the_tags_as_they_are(make_recipe, tmp_path):
