@@ -94,6 +94,15 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         stream.write(content)
 
 
+def sync(path: Path) -> None:
+    """Makes a file, or the names of new files in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raises an error if an output file cannot be written. Call it before the work.
 

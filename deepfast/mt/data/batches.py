@@ -200,7 +200,7 @@ class TokenBatches:
         if self._order is None or self._order[0] != (self.seed, epoch):
             order, batches = self._cuts.order.copy(), np.arange(len(self))
             # Numpy keeps the numbers of this class the same in every release.
-            generator = np.random.RandomState(np.random.MT19937([self.seed, epoch]))
+            generator = np.random.RandomState(np.random.MT19937([self.seed % 2**64, epoch]))
             for start, end in self._cuts.equal:
                 generator.shuffle(order[start:end])
             generator.shuffle(batches)

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from deepfast.files import make_folder
+from deepfast.files import DataError, make_folder, sync
 from deepfast.mt.data.text import ParallelText
 from deepfast.mt.data.vocabulary import Vocabulary, lower
 from deepfast.mt.ids import UNK
@@ -73,11 +73,12 @@ class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
         self._text: ParallelText | None = None
 
     @classmethod
-    def of(cls, pairs: Iterable[Pair]) -> Pairs:
-        """Pairs in memory."""
+    def of(cls, pairs: Iterable[Pair], text: ParallelText | None = None) -> Pairs:
+        """Pairs in memory, of a text that says where each of them stands."""
         sources, targets = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
         made = cls(Sentences.of(sources), Sentences.of(targets))
         made.unknown = sum(int((side.ids == UNK).sum()) for side in (made.source, made.target))
+        made._text = text
         return made
 
     @classmethod
@@ -113,8 +114,10 @@ class Pairs(Sequence[tuple[np.ndarray, np.ndarray]]):
 
 def _sentences(folder: Path, name: str, dtype: str) -> Sentences:
     """What a `SentenceWriter` has written."""
-    starts = _open(folder / f"{name}.starts", "int64")
-    return Sentences(_open(folder / f"{name}.ids", dtype), starts)
+    ids, starts = _open(folder / f"{name}.ids", dtype), _open(folder / f"{name}.starts", "int64")
+    if not len(starts) or starts[-1] != len(ids):
+        raise DataError(f"{folder}: the ids of a text are damaged: remove this folder")
+    return Sentences(ids, starts)
 
 
 def _open(path: Path, dtype: str) -> np.ndarray:
@@ -128,15 +131,33 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
 
     Args:
         make: called with the path at which to make it, where there is none yet.
+
+    Raises:
+        DataError: the cache cannot be written.
     """
-    if not path.exists():
-        make_folder(path.parent)
-        with FileLock(path.with_name(f".{path.name}.lock")):
-            if not path.exists():
-                with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as part:
-                    make(Path(part, path.name))
-                    os.rename(Path(part, path.name), path)
+    try:
+        if not path.exists():
+            make_folder(path.parent)
+            with FileLock(path.with_name(f".{path.name}.lock")):
+                if not path.exists():
+                    _make(path, make)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
     return path
+
+
+def _make(path: Path, make: Callable[[Path], object]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    # That of a process that was killed.
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        make(part / path.name)
+        for made in part.rglob("*"):
+            sync(made)
+        os.rename(part / path.name, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def prepare(

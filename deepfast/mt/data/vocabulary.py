@@ -118,8 +118,10 @@ class Vocabulary:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            # Behind the place in its code sentencepiece says the least or the greatest size.
-            reason = str(error).rpartition("] ")[2] or "the sentences have no text"
+            # Behind the place in its code sentencepiece says the least or the greatest size, and
+            # then which of its own options to change.
+            reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
+            reason = reason or "the sentences have no text"
             raise DataError(f"a vocabulary of size {size} cannot be learned: {reason}") from error
         return cls(model.getvalue())
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.files import replaced
+from deepfast.files import replaced, sync
 from deepfast.mt.models import KINDS, kind_of
 from deepfast.mt.models.interface import TranslationModel
 
@@ -53,7 +53,7 @@ def save_checkpoint(path: str | os.PathLike[str], content: dict[str, Any]) -> No
     try:
         with replaced(path) as stream:
             torch.save({"format": FORMAT, "version": VERSION} | content, stream)
-        sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
 
@@ -67,15 +67,6 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"{path}: the checkpoint cannot be written ({reason}){kept}")
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names of new files survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The keys of a checkpoint, a file or the folder of a step, with the model on the CPU.
 
@@ -86,6 +77,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     if path.is_dir():
+        if not (path / RUN).exists():
+            raise CheckpointError(
+                f"{path}: expected a checkpoint, such as {path / 'best.pt'}, got a folder that is "
+                "no step of a run"
+            )
         # torch.distributed.checkpoint takes a second to import.
         from deepfast.mt.models.checkpoint_folder import read_folder
 

@@ -179,17 +179,26 @@ class Translator:
     """How the recipe of the first checkpoint decodes."""
     tokenizer: str
     """sacrebleu's tokenizer for the target language."""
+    tags: tuple[str, ...]
+    """Those of the recipe's languages: each source begins with one. Empty for one language."""
 
     def prepare(self, lines: Sequence[str], language: str | None = None) -> list[str]:
         """The lines as the model expects them: lower-cased if it was trained on such text, and with
         the tag of ``language`` in front. A line without text is not changed.
 
         Raises:
-            ValueError: the vocabulary has no tag of the language, or a line has a tag already.
+            ValueError: the vocabulary has no tag of the language, a line has a tag already, or it
+                has none where it needs one.
         """
         if self.lowercase:
             lines = [lower(line, self.vocabulary.tags) for line in lines]
         if language is None:
+            for number, line in enumerate(lines, 1):
+                if self.tags and line.strip() and split_tag(line)[0] not in self.tags:
+                    raise ValueError(
+                        f"line {number} begins with {line.split()[0]!r}: expected --language, or "
+                        f"one of the tags {', '.join(self.tags)} in front of every line"
+                    )
             return list(lines)
         known = ", ".join(tag.strip("<>") for tag in self.vocabulary.tags) or "none"
         if tag_of(language) not in self.vocabulary.tags:
@@ -230,10 +239,12 @@ def load_translator(paths: Sequence[Any], device: torch.device | str | None = No
                 "translate together share theirs"
             )
     section = first["recipe"].get("data", {})
+    languages = section.get("languages") or section.get("phrases") or ()
     return Translator(
         model=models[0] if len(models) == 1 else Ensemble(models),
         vocabulary=Vocabulary.from_bytes(first["vocabulary"]),
         lowercase=section.get("lowercase", False),
         decoding=DecodingOptions.of_recipe(first["recipe"]),
         tokenizer=tokenizer_of(section.get("target_language")),
+        tags=tuple(map(tag_of, languages)) if len(languages) > 1 else (),
     )

@@ -56,6 +56,8 @@ class Sweep:
         plain = load_recipe(recipe, overrides)
         if not (plain.data.validates or plain.data.tests):
             raise RecipeError(f"{recipe}: expected dev or test pairs to compare by, got neither")
+        if any(point.pilots for point in points) and not plain.data.validates:
+            raise RecipeError("sweep.pilots: expected dev pairs, by which they choose, got none")
         folders = [point.folder for point in points]
         for name in {folder for folder in folders if folders.count(folder) > 1}:
             raise RecipeError(f"{name}: expected a folder for each system, got two with this one")
@@ -132,12 +134,14 @@ class Sweep:
         make_runs([run for point in only for run in self.pilots[point]], jobs)
         tried = self.pilots.values()
         runs = {point: self.runs(point) for point in self.points}
-        ready = [point for point in only if not any(run.failed for run in self.pilots[point])]
+        failed = [point for point in self.points if any(run.failed for run in self.pilots[point])]
+        ready = [point for point in only if point not in failed]
 
         def write_so_far() -> None:
-            if results := _found(runs):
+            if found := _found(runs):
                 # The first system stays the baseline, with or without results.
-                results = {self.points[0]: [], **results}
+                lines = {self.points[0], *failed, *found}
+                results = {point: found.get(point, []) for point in self.points if point in lines}
                 write(results, _found({run.point: [run] for own in tried for run in own}))
 
         write_so_far()

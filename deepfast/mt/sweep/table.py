@@ -131,10 +131,12 @@ def page(
         found = [f"{value} {spread(known(own, 'nll'), 3)}" for value, own in tried.items()]
         if found:
             notes.append(f"- {point.name}: dev NLL of pilots: {', '.join(found)}\n")
-        for run in runs:
+        named = [(point.name, run) for run in runs]
+        named += [(f"{point.name}, {value}", run) for value, own in tried.items() for run in own]
+        for name, run in named:
             for why in ("failed", "diverged"):
                 if why in run:
-                    notes.append(f"- {point.name}, seed {run['seed']}: {why}, {run[why]}\n")
+                    notes.append(f"- {name}, seed {run['seed']}: {why}, {run[why]}\n")
     every = [run for runs in results.values() for run in runs]
     made = []
     for name in ("cpu", "torch", "commit"):

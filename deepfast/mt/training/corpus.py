@@ -21,7 +21,6 @@ from deepfast.mt.data import (
     lower,
     phrases,
     prepare,
-    read_parallel,
     split_tag,
     tag_of,
 )
@@ -72,14 +71,20 @@ def load_corpus(
     """
     if section.phrases:
         section = _generated(section, folder / "phrases", generate)
-    train = ParallelText(section.train_source, section.train_target, section.tags)
-    dev, test = (_held_out(section, part) for part in ("dev", "test"))
+    train, *held_out = (_text(section, part) for part in ("train", "dev", "test"))
+    dev, test = ([(x, y) for _, x, y in text] if text else [] for text in held_out)
+    dev, test = _cased(section, dev), _cased(section, test)
     cache = Path(section.cache) if section.cache else cache_folder() / "text"
     if vocabulary is None:
         vocabulary = _vocabulary(section, train, cache)
     languages = _languages(section, vocabulary)
     pairs = prepare(train, vocabulary, cache, lowercase=section.lowercase)
-    dev_pairs = Pairs.of(vocabulary.encode_pairs(dev))
+    dev_pairs, test_pairs = (
+        Pairs.of(vocabulary.encode_pairs(own), text)
+        for own, text in zip((dev, test), held_out, strict=True)
+    )
+    # Not at the end of the run, when it translates them.
+    _groups(test_pairs, languages, "test")
     batches = TokenBatches(
         pairs,
         max_tokens=section.max_tokens,
@@ -100,10 +105,10 @@ def load_corpus(
     return Corpus(vocabulary, batches, dev_batches, dev, test, summary, languages)
 
 
-def _held_out(section: DataSection, part: str) -> list[Pair]:
-    """The pairs of a part's files; none where the recipe names no files."""
+def _text(section: DataSection, part: str) -> ParallelText | None:
+    """A part's files; None where the recipe names none."""
     source, target = (getattr(section, f"{part}_{side}") for side in ("source", "target"))
-    return _cased(section, read_parallel(source, target, section.tags)) if source else []
+    return ParallelText(source, target, section.tags) if source else None
 
 
 def _cased(section: DataSection, pairs: list[Pair]) -> list[Pair]:

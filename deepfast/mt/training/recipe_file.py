@@ -18,11 +18,11 @@ from deepfast.mt.training.recipe import SECTIONS, Recipe
 
 KEPT = (
     "data.vocabulary", "data.vocab_size", "data.target_vocabulary", "data.target_vocab_size",
-    "data.whole_words", "data.vocab_at_most", "data.phrases", "data.direction", "data.seed",
-    "data.train_size", "train.seed",
+    "data.whole_words", "data.vocab_at_most", "data.phrases", "data.languages", "data.direction",
+    "data.seed", "data.train_size", "train.seed",
 )  # fmt: skip
-"""Keys of which a run that resumes goes on with the old value: its vocabulary, generated text, and
-random numbers."""
+"""Keys of which a run that resumes goes on with the old value: its vocabulary, languages,
+generated text, and random numbers."""
 
 
 def recipe_names() -> dict[str, str]:

@@ -218,7 +218,8 @@ class _Run:
             if stopped or (trainer.step > first and trainer.step % section.save_every == 0):
                 self._save()
             if stopped:
-                return stopped
+                # A signal may have come in the meantime.
+                return self._stopped(signal) or stopped
             trainer.train_step()
             if self.recipe.saves_memory and trainer.device.type == "cpu":
                 release_freed_memory()

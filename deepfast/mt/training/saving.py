@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepfast.files import make_folder
+from deepfast.files import make_folder, sync
 from deepfast.mt.models import kind_of
 from deepfast.mt.models.checkpoint import (
     RUN,
@@ -29,7 +29,6 @@ from deepfast.mt.models.checkpoint import (
     not_written,
     read_run,
     save_checkpoint,
-    sync_folder,
 )
 from deepfast.mt.training.environment import random_state, set_random_state
 from deepfast.mt.training.errors import OtherRankError
@@ -208,7 +207,7 @@ def _write_folder(
     def finish() -> None:
         save_checkpoint(temporary / RUN, content | {"tensors": table, "files": files})
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
 
     try:
         ranks.by_first(lambda: make_folder(temporary))

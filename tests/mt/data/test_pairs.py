@@ -1,5 +1,6 @@
 """Pairs as ids in files: what is read is what was encoded, written once for all processes."""
 
+import errno
 import multiprocessing
 import os
 
@@ -84,6 +85,29 @@ def test_a_text_that_cannot_be_read_leaves_no_pairs(text, vocabulary, tmp_path):
         with pytest.raises(DataError, match=told):
             prepare(text, vocabulary, tmp_path / name)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(text, vocabulary, tmp_path):
+    cache = tmp_path / "cache"
+    folder = cache / prepare(text, vocabulary, cache).digest
+    folder.rename(cache / f".{folder.name}.part")
+    prepare(text, vocabulary, cache)
+    assert {path.name for path in cache.iterdir()} == {folder.name, f".{folder.name}.lock"}
+
+
+def test_a_full_disk_and_damaged_ids_are_named(text, vocabulary, tmp_path, monkeypatch):
+    folder = tmp_path / prepare(text, vocabulary, tmp_path).digest
+    os.truncate(folder / "target.ids", 8)
+    with pytest.raises(DataError, match=f"{folder}: the ids of a text are damaged"):
+        prepare(text, vocabulary, tmp_path)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pairs.SentenceWriter, "add", full)
+    with pytest.raises(DataError, match=r"full/.*: cannot be written \(No space left on device\)"):
+        prepare(text, vocabulary, tmp_path / "full")
+    assert not [path for path in (tmp_path / "full").iterdir() if path.is_dir()]
 
 
 def _prepare(arguments):

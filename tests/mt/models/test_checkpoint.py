@@ -101,7 +101,7 @@ HEAD = {"format": FORMAT, "version": VERSION}
     ("written", "sentence"),
     [
         (None, r"model\.pt: there is no such file"),
-        (..., r"model\.pt/run\.pt: there is no such file"),
+        (..., r"model\.pt: expected a checkpoint, such as .*/best\.pt, got a folder that is no"),
         *((data, DAMAGED) for data in (b"", b"text\n", b"\x80\x02]q\x00.", bytes(1000))),
         (Evil(), DAMAGED),
         (HEAD | {"config": Evil()}, DAMAGED),

@@ -122,14 +122,23 @@ def test_pilots_decide_what_runs(file, tmp_path, monkeypatch, low, high, rate):
             made.append((run.point.name, run.seed, run.recipe.optim.lr))
             pilots = {"DLCL, optim.lr=0.001": low, "DLCL, optim.lr=0.002": high}
             run.found = {"seed": run.seed} | pilots.get(run.point.name, {"nll": 3.0})
+            each()
 
     monkeypatch.setattr(stages, "make_runs", make)
     chosen = systems(file)
-    succeeded = Sweep(file, [], chosen, tmp_path).make(chosen[1:], 1, lambda *_: None)
+    pages = []
+    succeeded = Sweep(file, [], chosen, tmp_path).make(chosen[1:], 1, lambda *p: pages.append(p[0]))
     assert succeeded == (rate is not None)
+    # The line of a system whose pilots failed tells why it has no runs.
+    assert [point.name for point in pages[-1]] == ["plain net", "DLCL", "LSTM"]
     assert made[:2] == [("DLCL, optim.lr=0.001", 1, 1e-3), ("DLCL, optim.lr=0.002", 1, 2e-3)]
     ready = [("DLCL", seed, rate) for seed in (1, 2, 3)] if rate else []
     assert made[2:] == [*ready, ("LSTM", 1, 4e-3), ("LSTM", 2, 4e-3)]
+
+
+def test_pilots_need_something_to_choose_by(file, tmp_path):
+    with pytest.raises(RecipeError, match=r"sweep\.pilots: expected dev pairs"):
+        Sweep(file, ["data.dev_size=0"], systems(file), tmp_path)
 
 
 def test_a_plan_measures_in_a_folder_of_its_own(file, tmp_path, monkeypatch):

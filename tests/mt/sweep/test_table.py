@@ -42,6 +42,7 @@ def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
     ]
     assert text.endswith("""
 - model.norm=pre: dev NLL of pilots: optim.lr=1 2.000, optim.lr=2 -
+- model.norm=pre, optim.lr=2, seed 1: diverged, x
 - model.norm=post, seed 1: failed, exit 1: data: no text
 - model.norm=post, seed 2: diverged, step 3: the loss is nan
 """)

@@ -1,6 +1,8 @@
 """Two runs of one recipe: what the second starts from, and resuming anywhere in either."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from deepfast.mt.training import (
     load_checkpoint,
     load_recipe,
     recipe_from_dict,
+    saving,
     train,
 )
 from deepfast.mt.training.growing import runs, second_run
@@ -68,6 +71,19 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     learned = {n.rpartition(".")[0] for n in tensors(result.checkpoint) if "optimizer" in n}
     assert len(learned) == len(tops)
     assert isinstance(load_model(result.for_translation)[0], DepthGrowing)
+
+
+def test_a_signal_in_the_last_save_of_the_first_run(run, tmp_path, monkeypatch):
+    save = saving.Saving.step
+
+    def signalled(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(self)
+
+    monkeypatch.setattr(saving.Saving, "step", signalled)
+    first = run(GROW | {"train.save_every": 6})
+    assert (first.stopped, first.step) == ("SIGTERM", 6)
+    assert not (tmp_path / "run" / "stage2").exists()
 
 
 def test_a_checkpoint_that_was_trained_before(make_recipe, run, whole_run, tmp_path):

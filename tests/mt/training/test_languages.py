@@ -8,6 +8,7 @@ from deepfast.cli import main
 from deepfast.files import DataError
 from deepfast.mt.data import Vocabulary
 from deepfast.mt.models.checkpoint import load_checkpoint, load_model, save_checkpoint
+from deepfast.mt.search import load_translator
 from deepfast.mt.training import train
 from deepfast.mt.training.corpus import by_language, load_corpus
 from deepfast.mt.training.sections import DataSection
@@ -77,17 +78,27 @@ def test_phrases_of_several_languages_and_of_one(tmp_path, direction):
 
 
 def test_tags_in_the_text_and_in_a_ready_vocabulary(latent_recipe, make_recipe, tagged, tmp_path):
-    lines = (tagged / "train.en").read_text().splitlines()
-    lines[6] = lines[6].removeprefix("<de> ")
-    path = tmp_path / "train.en"
-    path.write_text("\n".join(lines) + "\n")
     load_corpus(make_recipe().data, seed=1, folder=tmp_path).vocabulary.save(tmp_path / "plain")
-    for key, value, told in (
-        ("train_source", path, r"train\.en:7: expected a source that begins with"),
-        ("vocabulary", tmp_path / "plain", "got one without <de>, <xx>: learn one"),
-    ):
+    cases = [("vocabulary", tmp_path / "plain", "got one without <de>, <xx>: learn one")]
+    for part in ("train", "dev", "test"):
+        lines = (tagged / f"{part}.en").read_text().splitlines()
+        lines[6] = lines[6].removeprefix("<de> ")
+        path = tmp_path / f"{part}.en"
+        path.write_text("\n".join(lines) + "\n")
+        cases.append((f"{part}_source", path, rf"{part}\.en:7: expected a source that begins with"))
+    for key, value, told in cases:
         with pytest.raises(DataError, match=told):
             load_corpus(latent_recipe({f"data.{key}": str(value)}).data, seed=1, folder=tmp_path)
+
+
+def test_any_model_of_several_languages_needs_a_tag_to_translate(latent_recipe):
+    plain = {"model.decoder_connection": "residual", "model.latent": None, "train.max_steps": 1}
+    recipe = latent_recipe(plain)
+    translator = load_translator([train(recipe, quiet=True).average], "cpu")
+    assert translator.prepare(["<xx> a", "", " <de> b"]) == ["<xx> a", "", " <de> b"]
+    for line in ("a", "<fr> a"):
+        with pytest.raises(ValueError, match=f"line 2 begins with '{line.split()[0]}': expected"):
+            translator.prepare(["<xx> a", line])
 
 
 def test_lower_case_leaves_the_tags_as_they_are(latent_recipe, tmp_path):
