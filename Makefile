@@ -12,8 +12,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 help:
 	@echo "make setup    make .venv and install deepfast in editable mode"
 	@echo "make wheel    build a wheel with the compiled CPU ops for this Python into dist"
-	@echo "make test     run the tests: of many parameters each pair of values"
-	@echo "make test-all run these tests, then those for each three values and what starts processes"
+	@echo "make test     run the fast tests: 4 minutes on 2 cores"
+	@echo "make test-all run all tests, also those marked slow"
 	@echo "make front-end  compile every variant of the Triton kernels to Triton IR: no GPU"
 	@echo "make cuda-check  compile the CUDA kernels for every architecture: no GPU, no spills"
 	@echo "make report   measure, train a 30-layer model, write report/index.html: about 9 minutes"
@@ -49,13 +49,13 @@ $(VENV)/.installed: $(SOURCES)
 wheel: setup
 	DEEPFAST_BUILD=1 DEEPFAST_BUILD_CUDA=0 $(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
 
-PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 test: setup
-	$(PYTEST) tests
+	$(PYTEST) -m "not slow" tests
 
-test-all: test
-	$(PYTEST) tests --left-out
+test-all: setup
+	$(PYTEST) tests
 
 # The tests of the ops again, as on a processor without AVX-512.
 test-avx2: setup

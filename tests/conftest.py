@@ -14,8 +14,6 @@ import hypothesis
 import pytest
 import torch
 
-from tests.matrix import chosen, runs
-
 ROOT = Path(__file__).parents[1]
 
 # The same examples each time, on a machine of any speed.
@@ -37,20 +35,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--drawn", type=int, default=60, metavar="COUNT",
-        help="sizes of models drawn at random whose memory is predicted and measured",
-    )  # fmt: skip
-    parser.addoption(
-        "--all-cases", action="store_true",
-        help="every combination of parameters, and the tests marked exhaustive: tests/matrix.py",
-    )  # fmt: skip
-    parser.addoption(
-        "--left-out", action="store_true", help="what `make test-all` adds to a run without options"
-    )
-
-
 def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and nohup's the end of a terminal. So would every
     # process that the tests start.
@@ -60,23 +44,6 @@ def pytest_configure(config):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Most tensors here are tiny, and with several workers each has a core.
     torch.set_num_threads(1)
-
-
-# These take minutes. They start first, so that the workers finish at about the same time.
-LONG = (
-    "test_torchrun.py", "test_package.py", "test_gpu.py", "test_ptxas.py", "test_aot.py",
-    "test_compile.py", "test_registered.py", "test_registered_graphs.py", "test_build.py",
-    "test_report.py",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(config, items):
-    kept = [item for item in items if runs(item)]
-    if not config.getoption("all_cases"):
-        kept = chosen(kept, config.getoption("left_out"))
-    config.hook.pytest_deselected(items=list(set(items).difference(kept)))
-    items[:] = kept
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def _refuse_missing_package(report):
@@ -95,19 +62,6 @@ def pytest_runtest_makereport():
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report():
     return _refuse_missing_package((yield))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """A case that its test skips was picked for pairs of values that then never run."""
-    try:
-        return (yield)
-    except pytest.skip.Exception as skipped:
-        # Of the machine, not of the parameters: a package, its version, memory of the GPU.
-        machine = str(skipped).startswith(("could not import", "transformers ", "needs "))
-        if hasattr(pyfuncitem, "callspec") and not machine:
-            pytest.fail(f"skipped: {skipped}; expected the mark only_if, which picks no such case")
-        raise
 
 
 def pytest_collection_finish():
