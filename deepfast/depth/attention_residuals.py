@@ -68,8 +68,8 @@ class AttentionPass(DepthPass):
                 tokens = self.states.shape[1]
                 self.far_stats = self.query.new_empty(self.schedule.block, 2, tokens)
             # Rows that several passes compute add to it.
-            self.far_stats[:, 0].fill_(float("-inf"))
-            self.far_stats[:, 1].zero_()
+            self.far_stats[:, 0] = float("-inf")
+            self.far_stats[:, 1] = 0
         return super().partial(row)
 
     def forward_weights(self, k: int, partial: Tensor | None) -> dict[str, Any]:

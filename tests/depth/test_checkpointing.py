@@ -117,7 +117,7 @@ FROZEN = [None, "embedding", "connection", "two layers too", "a layer detaches i
 
 @EACH
 @INPLACE
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     push=st.sampled_from(["first", "last"]),
     form=st.sampled_from(FORMS),
@@ -200,7 +200,7 @@ def test_a_wrong_index_is_an_error(inplace, push, lie):
 
 @EACH
 @INPLACE
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     push=st.sampled_from(["first", "last"]),
     checkpointed=st.booleans(),

@@ -31,7 +31,7 @@ from tests.depth.stack import (
 
 @EACH
 @INPLACE
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(
     rows=st.sets(st.integers(0, LAYERS), min_size=1, max_size=3),
     of=st.one_of(st.sampled_from(["weights", "all", "all"]), st.integers(0, LAYERS)),

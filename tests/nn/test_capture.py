@@ -55,7 +55,7 @@ ENCODERS = [
     for policy in POLICIES
     if policy not in RERUN
 ]
-DECODERS = [{"dlcl": {"window": 3}}, {"dlcl": {"softmax": True}}, {"connection": "attnres"}]
+DECODERS = [{"dlcl": o} for o in ({"window": 3}, {"softmax": True}, {"weight_type": "vector"})]
 
 
 @pytest.mark.parametrize(
