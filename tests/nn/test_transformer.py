@@ -221,7 +221,11 @@ NORMED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "policy", "change"), NORMED, ids=str)
+@pytest.mark.parametrize(
+    ("options", "policy", "change"),
+    NORMED,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @KINDS
 def test_norms_that_are_not_plain_run_as_modules(kind, options, policy, change):
     """Twice the norm is the norm with weights of 2."""
