@@ -57,7 +57,7 @@ def supported(level):
 
 
 # Tests of every kernel and every dtype. The other tests take the level of this process.
-TESTS = ["ops/test_every_op.py", "ops/test_activation.py", "ops/test_depth.py"]
+TESTS = ["ops/test_every_op.py", "ops/test_activation.py", "ops/test_depth_mix.py"]
 TESTS += ["ops/test_attention.py", "ops/test_dropout.py", "kernels/test_every_launch.py"]
 TESTS += ["depth/test_engine.py"]
 

@@ -1,4 +1,4 @@
-"""The ops over depth: every 16-bit value, memory, and scores that are not ordinary."""
+"""deepfast.ops.depth_attention: scores and sources that are not ordinary, and merged results."""
 
 import pytest
 import torch
@@ -6,63 +6,10 @@ import torch
 from deepfast.cases import ops
 from deepfast.cases.case import Rows, differentiate
 from deepfast.cases.ops import attend as plain_form
-from deepfast.ops import depth_attention, depth_mix
+from deepfast.ops import depth_attention
 from tests.ops.cases import assert_agrees
 
 FP32, FP64 = torch.float32, torch.float64
-ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 1 + 2**-9, 0.75, 3.0, 2**-12, 1 - 2**-12])
-@pytest.mark.parametrize("dim", [64, 1])
-def test_agrees_on_every_16_bit_value(backend, dtype, factor, dim):
-    """Loads and stores convert exactly as torch does: ties, subnormals, infinities, NaN."""
-    x = ALL_BITS.view(dtype).view(-1, dim)
-    got = depth_mix([x], torch.tensor([factor]), backend=backend)
-    torch.testing.assert_close(got, (x.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("count", "dim"), [(1, 64), (2, 1), (7, 255), (33, 17), (97, 512)])
-def test_several_sums(backend, count, dim):
-    """In float64, with the blocks of sources and channels of the kernel."""
-    assert_agrees(ops.depth_mix_sums("", Rows((3,), dim), count, 4), backend, FP64)
-
-
-def test_one_tensor_as_several_sources(backend):
-    x = torch.randn(4, 6, dtype=FP64, requires_grad=True)
-    weight = torch.randn(3, dtype=FP64, requires_grad=True)
-    depth_mix([x, x, x], weight, backend=backend).sum().backward()
-    torch.testing.assert_close(x.grad, weight.detach().sum().expand(4, 6))
-    torch.testing.assert_close(weight.grad, x.detach().sum().expand(3))
-
-
-def test_one_dimensional_sources(backend):
-    sources = [torch.randn(8) for _ in range(3)]
-    out = depth_mix(sources, torch.ones(3), norm_bias=torch.zeros(3, 8), backend=backend)
-    exact = sum(torch.nn.functional.layer_norm(s, (8,)) for s in sources)
-    torch.testing.assert_close(out, exact)
-
-
-@pytest.mark.parametrize("op", ["depth_mix", "depth_mix_sums", "attention_residual"])
-def test_memory_is_that_of_the_results(meter, op):
-    """Nothing is stacked, and nothing normalised is stored."""
-    case = getattr(ops, op)("", Rows((100,), 256), 40)
-    leaves = case.leaves(FP32, FP32)
-    with meter() as m:
-        out = case.run(**leaves, backend="cpu")
-    # Of each source and token two statistics, or the weights of two sums; of a softmax three of
-    # each token.
-    numbers = (3 if op == "attention_residual" else 2 * 40) * 100 * 4
-    assert m.peak <= out.nbytes + numbers + 10_000
-    dout, gradients = torch.ones_like(out), sum(x.nbytes for x in leaves.values())
-    with meter() as m:
-        out.backward(dout)
-    # Of the weights their copies again, and the gradients of these.
-    assert m.peak <= gradients + 2 * numbers * (op == "depth_mix_sums") + 20_000
-
-
-# ---- attention over depth ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
