@@ -247,7 +247,7 @@ def test_cuda_is_the_equation(ran, server, residual, out_norm):
     """Without x where there is a norm and no residual; with dropout where there is a residual."""
     return_x, p = residual or out_norm is None, 0.3 * residual
     stack, push = Stack("dlcl", 6, 67, backend=server), {"residual": residual, "dropout_p": p}
-    assert_is_the_equation(stack, (70,), 2, out_norm, tolerance=1e-3, return_x=return_x, **push)
+    assert_is_the_equation(stack, (19,), 2, out_norm, tolerance=1e-3, return_x=return_x, **push)
 
 
 @pytest.mark.parametrize(

@@ -179,23 +179,21 @@ class Padded(TransformerEncoderLayer):
 
 RECOMPUTED = [{"recompute": name} for name in ("ffn", "layer", "layer+input")]
 ENCODER, DECODER_LAYER = TransformerEncoder, TransformerDecoderLayer
+WHOLE = [{}, {"norm_type": "rms"}, {"norm": "post"}, {"connection": "attnres"}, *RECOMPUTED]
+LAYERS = [{"connection": n} for n in ("dlcl", "attnres", "block_attnres", "residual")]
+LAYERS += [{"recompute": name, "dropout": 0.1} for name in ("ffn", "layer+input")]
+LAYERS += [{"connection": "attnres", "recompute": "ffn"}, {"norm": "post"}, *RECOMPUTED]
 MODULES = [
     (Padded, {"num_kv_heads": 1, "window": (1, 2)}, "whole"),
-    *(pytest.param(*case, marks=SLOW) for case in (
-        (DECODER_LAYER, {"norm": "post"}, "whole"), (DECODER_LAYER, {}, "whole"),
-        (TransformerEncoderLayer, {"norm": "post"}, "whole"),
-        *((ENCODER, options, "whole") for options in (
-            {}, {"norm_type": "rms"}, {"norm": "post"}, {"connection": "attnres"}, *RECOMPUTED,
-        )),
-        *((ENCODER, options, "layers") for options in (
-            {"connection": "attnres", "recompute": "ffn"}, {"norm": "post"}, *RECOMPUTED,
-            *({"connection": n} for n in ("dlcl", "attnres", "block_attnres", "residual")),
-            *({"recompute": name, "dropout": 0.1} for name in ("ffn", "layer+input")),
-        )),
-    )),
-]  # fmt: skip
+    (DECODER_LAYER, {"norm": "post"}, "whole"),
+    (DECODER_LAYER, {}, "whole"),
+    (TransformerEncoderLayer, {"norm": "post"}, "whole"),
+    *((ENCODER, options, "whole") for options in WHOLE),
+    *((ENCODER, options, "layers") for options in LAYERS),
+]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "what"), MODULES, ids=str)
 def test_a_module_is_one_graph(kind, options, what):
     """A layer, a whole stack, or each layer by itself: then the boundaries are eager, the engine
