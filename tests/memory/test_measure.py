@@ -79,6 +79,12 @@ def test_the_peak_is_that_of_a_step(make, run, data):
     assert f"{data} data" in repr(found)
 
 
+def test_forward_alone_has_no_backward():
+    found = measure(nn.Linear(32, 8), lambda model: model(X))
+    assert found.table["activations"] == 4 * 16 * 8 * 4
+    assert found.table["gradients"] == found.table["transient"] == 0
+
+
 def test_an_error_of_the_step_is_raised():
     with pytest.raises(ZeroDivisionError):
         measure(nn.Linear(2, 2), lambda model: 1 / 0)
