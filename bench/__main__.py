@@ -1,6 +1,6 @@
 """The measured numbers of the project's pages.
 
-    python -m bench all                   # every number and docs/results.md: an hour on 2 cores
+    python -m bench all                   # every number and docs/results.md: less than an hour
     python -m bench depth mixing          # some sections again
     python -m bench all --processor NAME  # of another machine: bench/results/results-NAME.csv
     python -m bench draw                  # pages and pictures from the files, without measuring

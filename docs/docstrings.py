@@ -21,7 +21,7 @@ def as_markdown(text: str) -> str:
             # griffe takes the word behind a space for a type.
             lines = [re.sub(r"^    (\w+), (\w+): ", r"    \1,\2: ", line) for line in lines]
         done.append("\n".join(lines))
-    return "\n\n".join(done)
+    return "\n\n".join(paragraph for paragraph in done if paragraph != ":")
 
 
 class Docstrings(griffe.Extension):
@@ -32,6 +32,7 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         """A function hides the module that has its name, as in Python."""
         for package in [pkg, *(m for m in pkg.modules.values() if m.is_subpackage)]:
+            self.on_object(obj=package)
             for name in package.exports or ():
                 if name in package.modules and name in package[name].members:
                     package[str(name)] = package[name][name]

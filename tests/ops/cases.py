@@ -135,11 +135,17 @@ def of_any_length(name, backend, p):
         options |= {"max_seqlen_q": tokens, "max_seqlen_k": tokens, "dropout_p": p}
         return public.attention(q, k, v, **options, seed=ops.SEED, backend=backend)
 
-    def linear_cross_entropy(x, weight, bias):
-        target = torch.arange(x.shape[0]) % N
-        return public.linear_cross_entropy(x, weight, target, linear_bias=bias, backend=backend)
+    def linear_cross_entropy(x, weight, bias=None, each=False):
+        tokens = torch.arange(x.shape[0])
+        options = {"token_weight": tokens / 2, "reduction": "none"} if each else {}
+        options |= {"linear_bias": bias, "backend": backend}
+        return public.linear_cross_entropy(x, weight, tokens % N, **options)
 
-    forms = {"attention": attention, "linear_cross_entropy": linear_cross_entropy}
+    forms = {
+        "attention": attention,
+        "linear_cross_entropy": linear_cross_entropy,
+        "linear_cross_entropy, of each token": partial(linear_cross_entropy, each=True),
+    }
     return forms.get(name) or Call(name, backend, p).run
 
 
