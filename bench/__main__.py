@@ -103,14 +103,14 @@ def memory(settings: Settings) -> Iterator[Result]:
 def op_cases(settings: Settings) -> Iterator[tuple[str, Sizes]]:
     """Every op at one size in two dtypes, some at others."""
     if settings.rounds == 1:
-        yield "layer_norm", Sizes(tokens=8, dim=16, dropout=0.0)
+        yield "layer_norm", Sizes(tokens=8, dim=16)
         return
     for op in CASES:
         for dtype in (torch.float32, torch.bfloat16):
-            yield op, Sizes(tokens=2048, dropout=0.0, dtype=dtype)
+            yield op, Sizes(tokens=2048, dtype=dtype)
     for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
         for tokens, dim in ((256, 512), (8192, 1024)):
-            yield op, Sizes(tokens=tokens, dim=dim, dropout=0.0)
+            yield op, Sizes(tokens=tokens, dim=dim)
     for sources in (8, 60):
         yield "depth_mix", Sizes(tokens=2048, sources=sources)
 
@@ -127,8 +127,6 @@ def ops(settings: Settings) -> Iterator[Result]:
             what = f"{row['torch_form']}; {times}; compiled in {row['compile_seconds']:.0f} s"
             case = what, COMMAND + "ops", name, row["pass"]
             yield result(row["ratios"], "x", *case)
-            if row["fraction_of_copy"] is not None:
-                yield result([row["fraction_of_copy"]], OF_A_COPY, *case)
 
 
 def models(settings: Settings) -> Iterator[Result]:

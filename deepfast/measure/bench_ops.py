@@ -33,7 +33,7 @@ class Sizes:
     """States that `depth_mix` and the like read."""
     vocabulary: int = 8192
     """Words of the loss."""
-    dropout: float = 0.1
+    dropout: float = 0.0
     """Where an op has dropout."""
     dtype: torch.dtype = torch.float32
     """The dtype of all operands."""

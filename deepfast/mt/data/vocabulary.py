@@ -122,6 +122,8 @@ class Vocabulary:
             # then which of its own options to change.
             reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
             reason = reason or "the sentences have no text"
+            if "too high" in reason:
+                reason += " In a recipe data.vocab_at_most=true takes the largest that there is."
             raise DataError(f"a vocabulary of size {size} cannot be learned: {reason}") from error
         return cls(model.getvalue())
 
