@@ -57,10 +57,10 @@ test: setup
 test-all: setup
 	$(PYTEST) tests
 
-# The tests of the ops again, as on a processor without AVX-512.
+# The fast tests of the ops again, as on a processor without AVX-512.
 test-avx2: setup
 	@if $(BIN)/python -c 'import sys, torch; sys.exit("AVX512" not in torch.backends.cpu.get_cpu_capability())'; then \
-	  DEEPFAST_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) tests/ops; \
+	  DEEPFAST_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m "not slow" tests/ops; \
 	else echo "test-avx2: the processor has no AVX-512, so make test was the same run"; fi
 
 cuda-check: setup
