@@ -12,8 +12,9 @@ wanted, a program of backward has several tiles and keeps its part of dbias in r
 import triton
 import triton.language as tl
 
-from .common import dropout, even_programs, multiprocessors, residency, rounded, sum_partials
+from .common import dropout, even_programs, multiprocessors, residency, rounded
 from .launch import cdiv, launch, launcher, next_power_of_2
+from .sums import sum_partials
 
 
 def tile(F: int, itemsize: int) -> dict[str, int]:

@@ -40,7 +40,6 @@ from .attend_dot import (
 )
 from .common import (
     RowTile,
-    Sum,
     dot,
     dot_weight,
     even_programs,
@@ -49,10 +48,10 @@ from .common import (
     residency,
     row_tile,
     store_rows,
-    sum_partials,
 )
 from .launch import call, cdiv, launcher, next_power_of_2
 from .mix_rows import ROWS, sum_into
+from .sums import Sum, sum_partials
 
 
 def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:

@@ -37,7 +37,6 @@ from .common import (
     row_channels,
     row_sum,
     store_sum,
-    sum_partials,
 )
 from .launch import cdiv, launch, launcher
 from .near_sum import (
@@ -48,6 +47,7 @@ from .near_sum import (
     store_stat,
     store_tile,
 )
+from .sums import sum_partials
 
 FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 BACKWARD_NUMBERS = [

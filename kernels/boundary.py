@@ -18,7 +18,6 @@ import triton.language as tl
 
 from .common import (
     RowTile,
-    Sum,
     dropout,
     even_programs,
     multiprocessors,
@@ -31,7 +30,6 @@ from .common import (
     row_channels,
     row_tile,
     store_sum,
-    sum_partials,
 )
 from .launch import cdiv, launch, launcher, next_power_of_2
 from .near_sum import (
@@ -48,6 +46,7 @@ from .near_sum import (
     store_stat,
     store_tile,
 )
+from .sums import Sum, sum_partials
 
 
 def forward_tile(D: int, itemsize: int) -> RowTile:

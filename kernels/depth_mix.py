@@ -27,9 +27,9 @@ from .common import (
     source_group,
     store_rows,
     store_sum,
-    sum_partials,
 )
 from .launch import cdiv, launch, launcher
+from .sums import sum_partials
 
 
 @triton.jit

@@ -29,9 +29,9 @@ from .common import (
     row_tile,
     store_rows,
     store_sum,
-    sum_partials,
 )
 from .launch import cdiv, launch, launcher
+from .sums import sum_partials
 
 
 def forward_tile(D: int, itemsize: int) -> RowTile:

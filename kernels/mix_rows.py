@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, dot_weight, multiprocessors, progressions, rounded, sum_partials
+from .common import dot, dot_weight, multiprocessors, progressions, rounded
 from .launch import call, cdiv, launcher, next_power_of_2
+from .sums import sum_partials
 
 ROWS = 16
 """Sums that a launch keeps."""
