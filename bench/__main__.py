@@ -34,7 +34,7 @@ from deepfast.measure.settings import QUICK, Settings
 from deepfast.measure.steps import steps
 from deepfast.memory import POLICIES, plan
 
-GIB, COMMAND, OF_A_COPY = 1 << 30, "python -m bench ", "of a copy"
+GIB, COMMAND = 1 << 30, "python -m bench "
 FULL = Settings(
     depths=(6, 12, 24, 48), batch=32, compile_up_to=24, rounds=5, cpu_time=True,
     mixing_depths=(6, 12, 24, 48), mixing_tokens=1024, mixing_dim=256, mixing_forward=True,
@@ -74,7 +74,7 @@ def compared(
             yield result([row.peak_bytes / beside.peak_bytes], peak, *name)
         if copy is not None and row.nbytes and copy.nbytes and row.seconds:
             share = [r * row.nbytes / copy.nbytes for r in ratios(copy, row)]
-            yield result(share, OF_A_COPY, *name)
+            yield result(share, page.OF_A_COPY, *name)
 
 
 def depth(settings: Settings) -> Iterator[Result]:

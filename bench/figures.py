@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepfast.measure.pictures import picture
+from deepfast.measure.encoders import STACK
+from deepfast.measure.pictures import BLUE, COLORS, GREEN, GREY, picture
 
-# The contrast of each colour is at least 3 on a white page and on a dark one.
-GREEN, BLUE, GREY, RED = "#118a63", "#1a7fc0", "#7a7a7a", "#d55e00"
+RED = COLORS[STACK]
 DARK = {
     "text_color": "#c9d1d9", "axes_edgecolor": "#8b949e", "axes_labelcolor": "#c9d1d9",
     "xtick_color": "#c9d1d9", "ytick_color": "#c9d1d9", "grid_color": "#30363d",

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterable
 from types import ModuleType
 
 import torch
@@ -146,13 +147,16 @@ def _cuda(op: str, device: torch.device, dtype: torch.dtype, dim: int | None) ->
         return f"Triton runs its far passes: {reason}"
     if dim is None:
         return None
-    most = 8192
-    if device.type == "cuda":
-        # The sums of wider rows need 160 KiB of shared memory; some cards have 99 KiB.
-        devices = map(torch.cuda.get_device_properties, gpus(device))
-        if any(p.shared_memory_per_block_optin < 160 << 10 for p in devices):  # type: ignore[attr-defined]
-            most = 4096
+    # The sums of wider rows need more shared memory.
+    most = 4096 if device.type == "cuda" and small_blocks(gpus(device)) else 8192
     return None if dim <= most else f"its rows have at most {most} channels here, not {dim}"
+
+
+def small_blocks(devices: Iterable[int]) -> bool:
+    """Whether a thread block of one of the GPUs has less than 160 KiB of shared memory; some cards
+    have 99 KiB."""
+    found = map(torch.cuda.get_device_properties, devices)
+    return any(p.shared_memory_per_block_optin < 160 << 10 for p in found)  # type: ignore[attr-defined]
 
 
 def _library_with_cuda(device: torch.device) -> str | None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepfast.availability import CAPABILITY
+from deepfast.availability import CAPABILITY, small_blocks
 
 
 class Limits(NamedTuple):
@@ -77,14 +77,8 @@ def why_not(
     if size is None:
         return None
     largest = limits.largest
-    if backend == "cuda" and size > largest / 2 and _small(devices):
+    if backend == "cuda" and size > largest / 2 and small_blocks(devices):
         largest /= 2
     if size > largest:
         return f"deepfast/rule.py lists it only for sizes up to {largest:g}, got {size}"
     return None
-
-
-def _small(devices: list[int]) -> bool:
-    """Whether a thread block of one of the GPUs has less than 160 KiB of shared memory."""
-    found = map(torch.cuda.get_device_properties, devices)
-    return any(p.shared_memory_per_block_optin < 160 << 10 for p in found)  # type: ignore[attr-defined]

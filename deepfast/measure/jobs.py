@@ -1,4 +1,4 @@
-"""The jobs of a report."""
+"""Jobs that measure, one after another, for the report and for `python -m bench`."""
 
 import time
 from collections.abc import Callable
