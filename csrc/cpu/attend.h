@@ -153,7 +153,7 @@ struct GroupRows {
 template <class A, class F>
 DEEPFAST_INLINE void for_blocks(int64_t first, int64_t last, int64_t dim, const F& f) {
   constexpr int N = kLanes<A>;
-  const auto sums = [&](auto group, int64_t i) {
+  const auto sums = [&](auto group, int64_t i) __attribute__((always_inline)) {
     constexpr Count<group.n == 1 ? 4 : 2> vectors;
     int64_t d = 0;
     for (; d + vectors.n * N <= dim; d += vectors.n * N) f(group, i, Lanes<N>{}, vectors, d);
