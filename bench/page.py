@@ -210,6 +210,11 @@ def captioned(section: str, text: Callable[[Numbers], str]) -> Block:
         row = rows[0]
         sizes = "" if section == "ops" else f"{row.sizes}; "
         about = f"{row.processor}, {row.threads} thread, {row.date}, {row.commit}"
+        for name, others in n.others.items():
+            first = next((r for r in others.values() if r.command == command), None)
+            if first is not None:
+                where = f"{first.processor}, {first.date}"
+                about += f".\nNumbers of {name} ({where}) stand where they differ"
         return f"{text(n)}\n`{command}`: {sizes}{about}.\n"
 
     return block

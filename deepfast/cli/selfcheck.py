@@ -22,7 +22,7 @@ EXAMPLE = "deepfast selfcheck --op layer_norm --op boundary"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(backend.OPS)
     parser.add_argument("--op", action="append", help=f"one of {names}; default: all")
-    parser.add_argument("--device", default="cuda", help="a GPU, as cuda:1; default: the current")
+    parser.add_argument("--device", help="a GPU, as cuda:1; default: the current")
     parser.add_argument("--thorough", action="store_true", help="more sizes; takes minutes")
     parser.add_argument("--again", action="store_true", help="also kernels that were right before")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

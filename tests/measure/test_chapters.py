@@ -8,7 +8,6 @@ import torch
 from deepfast.measure import jobs, memory_steps, mixing, steps
 from deepfast.measure.encoders import REFERENCE, RESIDUAL, STACK, VARIANTS, StepCase
 from deepfast.measure.forms import COMPILED
-from deepfast.measure.settings import DEFAULT, FULL, QUICK
 from deepfast.memory import POLICIES
 
 
@@ -50,12 +49,6 @@ def test_memory_that_is_not_there_is_not_taken(tiny, monkeypatch, chapter):
             assert row.median > 0
 
 
-def test_variants_take_turns(tiny):
-    labels = [job.label for job in steps.steps(tiny)[0].jobs()]
-    order = [*((v, "memory") for v in VARIANTS), *((v, "time") for v in VARIANTS * tiny.rounds)]
-    assert labels == [f"2 layers {variant}: {what}" for variant, what in order]
-
-
 def test_without_the_time_of_policy_none_no_time_is_relative(tiny):
     rows = measured(memory_steps.policies(replace(tiny, depths=(4,))))
     for row in rows:
@@ -68,8 +61,3 @@ def test_a_compiled_loop_takes_part_up_to_a_depth(tiny):
     sizes = replace(tiny, depths=(2, 3), compile_up_to=2)
     rows = [row for row in measured(steps.steps(sizes)) if row.variant == COMPILED]
     assert [(r.depth, len(r.seconds), r.peak_bytes) for r in rows] == [(2, tiny.rounds, None)]
-
-
-@pytest.mark.parametrize("settings", [DEFAULT, FULL, QUICK])
-def test_every_setting_times_the_policies(settings):
-    assert settings.policy_depth in settings.depths

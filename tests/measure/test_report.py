@@ -1,9 +1,7 @@
 """The command on tiny sizes: the page needs no other file and has all numbers."""
 
-import io
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from deepfast.cli import main
 from deepfast.measure import page, report, report_pictures
 from deepfast.measure.clock import COPY
 from deepfast.measure.encoders import REFERENCE, STACK, VARIANTS
-from deepfast.measure.jobs import Job, run_jobs
+from deepfast.measure.jobs import run_jobs
 from deepfast.measure.mixing import CONNECTIONS
 from deepfast.memory import POLICIES
 
@@ -138,22 +136,6 @@ def test_the_whole_command_with_training(tmp_path):
     text = (tmp_path / "index.html").read_text("utf-8")
     for part in ("token frequencies alone", "DLCL, pre-norm", "input of layer", "case:mixed"):
         assert part in text
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_on_standard_error_of_a_terminal_alone(monkeypatch, capsys, terminal):
-    if terminal:
-        monkeypatch.setattr("sys.stderr", io.StringIO())
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("COLUMNS", "80")
-    ran, seconds = [], {}
-    run_jobs([Job("part", f"only [job {n}]", lambda n=n: ran.append(n)) for n in (1, 2)], seconds)
-    assert (ran, seconds.keys()) == ([1, 2], {"part"})
-    assert capsys.readouterr() == ("", "")
-    if terminal:
-        assert "1/2" in sys.stderr.getvalue()
-        assert "part: only [job 2]" in sys.stderr.getvalue()
 
 
 def test_a_main_result_is_of_the_greatest_depth_where_both_ran():

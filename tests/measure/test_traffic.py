@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepfast.depth.schedule import depth_pattern
 from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory, LayerNorm
 
@@ -71,8 +70,3 @@ def test_counted_from_the_launches_of_a_step(make, depth):
             _, x = module(x, history, out_norm=norm.as_output(), return_x=False)
         x.sum().backward()
     assert counted.moved == engine_moved(module.pattern, module.continues)
-
-
-def test_the_traffic_grows_below_the_square_of_the_depth():
-    rows = [engine_moved(depth_pattern(depth + 1, None, 1, 1)) for depth in (100, 200)]
-    assert rows[1] < 3.6 * rows[0]
