@@ -40,27 +40,7 @@ def test_under_autocast(backend, kind, dtype):
             norm(x, residual=r)
 
 
-# ---- packing -------------------------------------------------------------------------------------
-
 PADDING = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-
-
-def test_padding_is_removed_and_restored():
-    x = torch.randn(4, 4, 3)
-    packing = Packing.of(4, 4, PADDING)
-    assert torch.equal(packing.pack(x), x[~PADDING])
-    assert torch.equal(packing.unpack(packing.pack(x)), x * ~PADDING.unsqueeze(-1))
-    packing = Packing.of(4, 4, torch.zeros(4, 4).bool())
-    assert packing.indices is packing.padding is None
-    assert packing.pack(x).data_ptr() == packing.unpack(packing.pack(x)).data_ptr() == x.data_ptr()
-
-
-def test_derivatives_of_packing():
-    packing = Packing.of(4, 4, PADDING)
-    x, t = torch.randn(4, 4, 2).double(), torch.randn(8, 2).double()
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(packing.pack, x.requires_grad_())
-        assert check(packing.unpack, t.requires_grad_())
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])

@@ -76,7 +76,7 @@ def operands(kind, padding, dtype=torch.float32):
     if padding is not None:
         pairs = zip(leaves, masks, strict=True)
         hidden = [x.masked_fill(mask.unsqueeze(-1), math.nan) for x, mask in pairs]
-    given = (*leaves, *masks) if len(leaves) == 2 else (*leaves, None, *masks)
+    given = (*leaves, *masks) if len(leaves) == 2 else (*leaves, None, *masks, None)
     return leaves, (*hidden, *masks), given
 
 
@@ -89,17 +89,17 @@ def test_a_layer_alone(backend, kind, gate, norm, padding):
     m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
     leaves, called, (x, *given) = operands(kind, padding)
     n = norm_of(m.attention_norm, x) if norm == "pre" else x
-    given += [None] * (3 - len(given)) + [1.0 if gate is None else gate]
+    want = layer(m, x, n, *given, 1.0 if gate is None else gate)
     keep = None if padding is None else ~padding
-    assert_same(m(*called, gate=gate), layer(m, x, n, *given), m, leaves, keep)
+    assert_same(m(*called, gate=gate), want, m, leaves, keep)
 
 
-def states_and_output(m, x, *encoded, **language):
-    """Of packed tokens; ``encoded`` is a list of outputs of an encoder."""
-    states, packing = [], Packing(*x.shape[:2])
-    for each in encoded:
-        encoded = [one.flatten(0, 1) for one in each], Packing(*each[0].shape[:2])
-    y = m.forward_packed(packing.pack(x), packing, *encoded, states=states, **language)
+def states_and_output(m, x, encoded=None, **language):
+    """Of packed tokens; ``encoded`` is a list with an output of the encoder for each layer."""
+    states, packing, more = [], Packing(*x.shape[:2]), ()
+    if encoded is not None:
+        more = [one.flatten(0, 1) for one in encoded], Packing(*encoded[0].shape[:2])
+    y = m.forward_packed(packing.pack(x), packing, *more, states=states, **language)
     return torch.stack([packing.unpack(t) for t in (*states, y)])
 
 
@@ -230,7 +230,6 @@ def test_which_parts_of_a_layer_read():
 @pytest.mark.parametrize(
     ("connection", "given", "expected"),
     [
-        ("dlcl", {}, ("average", "pre", True)),
         ("dlcl", {"init": "one", "learnable": False}, ("one", "pre", False)),
         ("denseformer", {}, ("identity", None, True)),
         ("denseformer", {"init": "average", "norm": "pre"}, ("average", "pre", True)),
@@ -293,9 +292,9 @@ def test_the_start_of_deepnorm(kind, options, alpha, beta):
 # ---- modules in whose place no fused op may stand ------------------------------------------------
 
 
-def scaled(module, factor=2.0):
+def scaled(module):
     for p in module.parameters():
-        p.data.mul_(factor)
+        p.data.mul_(2)
 
 
 def scaled_projection(attention):
