@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepfast.nn import MultiheadAttention, Packing, TransformerDecoder
+from tests.nn.test_transformer import EVERY, shaken_stack
 from tests.nn.written_out import DIM, assert_same, attend, leaf, shaken
 
 HEADS, FFN, LENGTH = 6, 20, 7
@@ -54,32 +55,16 @@ def test_cross_attention(exact_backend, kv):
 
 SENTENCES, SOURCE = 5, 4
 PADDING = torch.arange(SOURCE) >= torch.tensor([4, 2, 3, 1, 4])[:, None]
-WAYS = [
-    ("steps", "pre", None, 2), ("steps", "post", 2, 1), ("modules", "post", None, 2),
-    ("modules", "pre", 2, 1), ("torch", "pre", 0, 2), ("torch", "post", 99, 1),
-    ("swiglu", "post", 0, 2), ("swiglu", "pre", 99, 1),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "norm", "window", "kv_heads"), WAYS)
-def test_any_choice_of_hypotheses(way, norm, window, kv_heads):
-    """Hypotheses that branch, end and leave, against the whole forward pass. By the steps of
-    layers; by their modules, which a hook or an activation of torch's ops asks for; by torch's
-    attention."""
-    backend = "reference" if way == "torch" else None
-    options = {"norm": norm, "window": window, "num_kv_heads": kv_heads, "backend": backend}
-    options["activation"] = "swiglu" if way == "swiglu" else "relu"
-    decoder = shaken(TransformerDecoder(2, 8, 2, 12, **options)).eval()
-    calls = []
-    if way == "modules":
-        for layer in decoder.layers:
-            layer.feed_forward.down.register_forward_hook(lambda *_: calls.append(1))
-    encoded, packing = torch.randn(SENTENCES, SOURCE, 8), Packing.of(SENTENCES, SOURCE, PADDING)
+def decoded(decoder):
+    """Hypotheses that branch, end and leave, against the whole forward pass. Returns the cache."""
+    encoded, packing = torch.randn(SENTENCES, SOURCE, DIM), Packing.of(SENTENCES, SOURCE, PADDING)
     cache = decoder.start(packing.pack(encoded.detach()), packing)
-    prefixes, sentences = torch.empty(SENTENCES, 0, 8), torch.arange(SENTENCES)
+    prefixes, sentences = torch.empty(SENTENCES, 0, DIM), torch.arange(SENTENCES)
     generator = torch.Generator().manual_seed(1)
     for position in range(24):
-        x = torch.randn(len(sentences), 8, generator=generator)
+        x = torch.randn(len(sentences), DIM, generator=generator)
         prefixes = torch.cat((prefixes, x.unsqueeze(1)), 1)
         got = decoder.step(x, cache)
         assert not got.requires_grad
@@ -91,11 +76,36 @@ def test_any_choice_of_hypotheses(way, norm, window, kv_heads):
         index = torch.randint(len(sentences), (count,), generator=generator)
         prefixes, sentences = prefixes[index], sentences[index]
         cache.reorder(index)
-    stored = cache.hypotheses.packing.batch
-    assert 4 * len(sentences.unique()) > 3 * stored
+    assert 4 * len(sentences.unique()) > 3 * cache.hypotheses.packing.batch
+    return cache
+
+
+@EVERY
+def test_decoding_by_every_connection(options):
+    decoded(shaken_stack(TransformerDecoder, options).eval())
+
+
+@pytest.mark.parametrize(
+    ("way", "norm", "window", "kv_heads"),
+    [
+        ("steps", "pre", None, 3), ("steps", "post", 2, 1), ("modules", "post", None, 3),
+        ("modules", "pre", 2, 1), ("torch", "pre", 0, 3), ("torch", "post", 99, 1),
+        ("swiglu", "post", 0, 3), ("swiglu", "pre", 99, 1),
+    ],
+)  # fmt: skip
+def test_ways_to_decode(way, norm, window, kv_heads):
+    """By the steps of layers; by their modules, which a hook or an activation of torch's ops asks
+    for; by torch's attention."""
+    options = {"norm": norm, "window": window, "num_kv_heads": kv_heads}
+    options["backend"] = "reference" if way == "torch" else None
+    options["activation"] = "swiglu" if way == "swiglu" else "relu"
+    decoder, calls = shaken_stack(TransformerDecoder, options).eval(), []
+    for layer in decoder.layers if way == "modules" else ():
+        layer.feed_forward.down.register_forward_hook(lambda *_: calls.append(1))
+    cache = decoded(decoder)
     # Room for 16 positions of 3 hypotheses; what a window does not reach makes room for others.
-    room = 48 if window in (0, 2) else 164
-    assert {kv.key_value.shape[:2] for kv in cache.layers} == {(stored, room)}
+    shape = cache.hypotheses.packing.batch, 48 if window in (0, 2) else 196
+    assert {kv.key_value.shape[:2] for kv in cache.layers} == {shape}
     assert all((step is not None) == (way == "steps") for step in cache.steps)
     assert (way == "modules") == bool(calls)
 

@@ -1,27 +1,43 @@
-"""Transformer layers and stacks against the same written out in PyTorch."""
+"""Transformer layers and stacks against the same written out in PyTorch, and what holds for stacks
+with every connection."""
 
 import copy
+import functools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from deepfast import backend as backends
+from deepfast.connections import CONNECTIONS
 from deepfast.nn import (
     LayerNorm,
+    MultiheadAttention,
     Packing,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from tests.nn.written_out import DIM, HEADS, PADDING, assert_same, layer, naive, norm_of, shaken
+from deepfast.nn.connections.latent import is_chosen
+from tests.nn.written_out import (
+    DIM,
+    HEADS,
+    PADDING,
+    assert_same,
+    layer,
+    leaf,
+    naive,
+    norm_of,
+    shaken,
+)
 
 FFN, LAYERS = 20, 4
-NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
-PADDINGS = pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+SIZES = LAYERS, DIM, HEADS, FFN
 KINDS = pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
-OPTIONS = [
+BOTH_NORMS = [
     {"connection": "residual"},
     {"connection": "residual", "norm_type": "rms"},
     {"connection": "residual", "num_kv_heads": 1, "window": 1, "activation": "swiglu"},
@@ -36,37 +52,55 @@ OPTIONS = [
     {"dlcl": {"norm": None, "init": "identity", "learnable": False}},
     {"connection": "denseformer", "dlcl": {"dilation": 2}},
 ]
-PRE_NORM = [
+ONE_NORM = [
     {"connection": "attnres"},
     {"connection": "attnres", "reads": 1},
     {"connection": "block_attnres", "block": 2},
     {"connection": "block_attnres", "block": 2, "reads": 1},
     {"connection": "latent", "norm_type": "none"},
+    {"connection": "residual", "norm": "deepnorm"},
 ]
-STACKS = [({"norm": norm} | options) for options in OPTIONS for norm in ("pre", "post")] + PRE_NORM
+STACKS = [({"norm": norm} | options) for options in BOTH_NORMS for norm in ("pre", "post")]
+STACKS += ONE_NORM
 
 
 def operands(kind, padding, dtype=torch.float32):
-    """Those of an encoder or a decoder: x, what a decoder attends to, and both masks."""
-    x, encoded = (torch.randn(3, n, DIM, dtype=dtype, requires_grad=True) for n in (5, 7))
+    """Those of an encoder or a decoder: leaves, the same with NaN at padding, the masks, and what
+    `naive` takes."""
+    leaves = [torch.randn(4, n, DIM, dtype=dtype, requires_grad=True) for n in (5, 7)]
+    # The encoder's output may be padded anywhere.
+    masks = padding, None if padding is None else F.pad(padding, (2, 0)).flip(1)
     if kind in (TransformerEncoder, TransformerEncoderLayer):
-        return (x,), (padding,), (x, None, padding)
-    masks = padding, None if padding is None else F.pad(padding, (2, 0))
-    return (x, encoded), masks, (x, encoded, *masks)
+        leaves, masks = leaves[:1], masks[:1]
+    hidden = leaves
+    if padding is not None:
+        pairs = zip(leaves, masks, strict=True)
+        hidden = [x.masked_fill(mask.unsqueeze(-1), math.nan) for x, mask in pairs]
+    given = (*leaves, *masks) if len(leaves) == 2 else (*leaves, None, *masks, None)
+    return leaves, (*hidden, *masks), given
 
 
-@NORMS
-@PADDINGS
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("gate", [None, 0.7, 0.0])
 @pytest.mark.parametrize("kind", [TransformerEncoderLayer, TransformerDecoderLayer])
 def test_a_layer_alone(backend, kind, gate, norm, padding):
     """A gate of 0 leaves the layer its residual."""
     m = shaken(kind(DIM, HEADS, FFN, norm=norm, dropout=0.0, backend=backend))
-    inputs, masks, (x, *given) = operands(kind, padding)
+    leaves, called, (x, *given) = operands(kind, padding)
     n = norm_of(m.attention_norm, x) if norm == "pre" else x
-    given += [None] * (3 - len(given)) + [1.0 if gate is None else gate]
+    want = layer(m, x, n, *given, 1.0 if gate is None else gate)
     keep = None if padding is None else ~padding
-    assert_same(m(*inputs, *masks, gate=gate), layer(m, x, n, *given), m, inputs, keep)
+    assert_same(m(*called, gate=gate), want, m, leaves, keep)
+
+
+def states_and_output(m, x, encoded=None, **language):
+    """Of packed tokens; ``encoded`` is a list with an output of the encoder for each layer."""
+    states, packing, more = [], Packing(*x.shape[:2]), ()
+    if encoded is not None:
+        more = [one.flatten(0, 1) for one in encoded], Packing(*encoded[0].shape[:2])
+    y = m.forward_packed(packing.pack(x), packing, *more, states=states, **language)
+    return torch.stack([packing.unpack(t) for t in (*states, y)])
 
 
 # Each stack with and without padding, by both backends.
@@ -83,8 +117,9 @@ FORMS = [
 )
 @pytest.mark.parametrize("options", STACKS, ids=str)
 def test_a_stack_equals_the_naive_loop(exact_backend, kind, options, padding):
-    """In fp64: without norms values grow. Gates are drawn, and in evaluation chosen."""
-    m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.0, backend=exact_backend, **options)
+    """In fp64: without norms values grow. Gates are drawn, and in evaluation chosen. States are the
+    inputs of the layers that run, and that of the last norm. What stands at padding is not read."""
+    m = kind(*SIZES, dropout=0.0, backend=exact_backend, **options)
     shaken(m).double()
     for module in m.modules():
         if hasattr(module, "eps"):
@@ -93,159 +128,255 @@ def test_a_stack_equals_the_naive_loop(exact_backend, kind, options, padding):
     if m.latent is not None:
         torch.nn.init.normal_(m.latent.logits)
         language = {"language": m.latent.languages - 1}
-    inputs, masks, given = operands(kind, padding, torch.float64)
-    keep = None if padding is None else ~padding
+    leaves, called, given = operands(kind, padding, torch.float64)
+    if padding is None and len(leaves) == 2:
+        # An output of the encoder for each layer.
+        called = given = leaves[0], [leaves[1] * (k + 1) for k in range(LAYERS)]
     for training in [True] if m.latent is None else [True, False]:
         m.train(training)
-        gates = None if m.latent is None else copy.copy(m.latent)(**language)
-        want = naive(m, *given, gates=gates)
-        assert_same(m(*inputs, *masks, **language), want, m, inputs, keep)
+        gates = [1.0] * LAYERS if m.latent is None else copy.copy(m.latent)(**language)
+        read = []
+        want, keep = naive(m, *given, gates=gates, inputs=read), None
+        with backends.record() as seen:
+            if padding is not None:
+                got, keep = m(*called, **language), ~padding
+            else:
+                got = states_and_output(m, *called[: len(leaves)], **language)
+                read = read[:: m.connection.reads]
+                if m.connection.norm == "pre":
+                    used = (not is_chosen(z, 0.0) for z in (*gates, 1.0))
+                    read = [x for x, runs in zip(read, used, strict=True) if runs]
+                want = torch.stack([*read, want])
+        assert {name for _, name in seen} == {exact_backend}
+        assert_same(got, want, m, leaves, keep)
 
 
-def test_which_backend_runs(backend):
-    m = TransformerEncoder(2, DIM, HEADS, FFN, backend=backend)
-    with backends.record() as seen:
-        m(torch.randn(2, 3, DIM)).sum().backward()
-    assert set(seen) == {
-        (op, backend) for op in ("layer_norm", "activation", "boundary", "attention")
-    }
+# ---- every connection ----------------------------------------------------------------------------
+
+EVERY = [
+    *({"connection": name, "norm": "pre"} for name in CONNECTIONS),
+    *({"connection": name, "norm": "post"} for name, c in CONNECTIONS.items() if not c.pre_norm),
+    *({"connection": n, "norm": "pre", "reads": 1} for n, c in CONNECTIONS.items() if c.attends),
+    {"connection": "latent", "norm": "post", "latent": {"evaluation": "mean"}},
+    {"connection": "residual", "norm": "deepnorm"},
+]
+EVERY = pytest.mark.parametrize("options", EVERY, ids=str)
 
 
-@NORMS
-def test_dropout_of_branches_is_where_it_should_be(norm):
-    """With every branch dropped a pre-norm layer is the identity on its residual stream."""
-    m = TransformerEncoder(LAYERS, DIM, HEADS, FFN, norm=norm, connection="residual", dropout=1.0)
-    x = torch.randn(2, 5, DIM)
-    want = F.layer_norm(x, (DIM,))
-    torch.testing.assert_close(m(x), want, rtol=1e-3, atol=1e-4)
+def shaken_stack(kind, options, **rates):
+    """Parameters away from their start; latent depth leaves out the second layer, or its weight is
+    small."""
+    module = shaken(kind(*SIZES, **{"dropout": 0.0} | rates | options))
+    if module.latent is not None:
+        module.latent.logits.data.copy_(torch.tensor([1.5, -1, 1.5, 1.5]))
+    return module
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "activation_dropout"])
-def test_activation_and_attention_dropout_follow_the_mode(name):
-    m = TransformerEncoder(2, DIM, HEADS, FFN, dropout=0.0, **{name: 0.5})
+@EVERY
+def test_dropout_of_1_leaves_the_embedding_alone(options):
+    """Every branch is dropped, in training only."""
+    rates = {"dropout": 1.0, "attention_dropout": 0.5, "activation_dropout": 0.5}
+    m, x = shaken_stack(TransformerEncoder, options, **rates), torch.randn(2, 5, DIM)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(m(x), naive(m, x, gates=[0.0] * LAYERS))
+    close(m.eval()(x), naive(m, x, gates=[1.0 if z is None else z for z in m.gates()]))
+
+
+@EVERY
+def test_autocast(options):
+    m, x, states = shaken_stack(TransformerEncoder, options).eval(), leaf(8, DIM), []
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m.forward_packed(x, Packing(2, 4), states=states)
+    assert {t.dtype for t in (out, *states)} == {torch.bfloat16}
+    torch.testing.assert_close(out.float(), m.forward_packed(x, Packing(2, 4)), rtol=0.1, atol=0.2)
+    out.float().square().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+@EVERY
+def test_no_tokens_and_padding_alone(options):
+    m = shaken_stack(TransformerEncoder, options)
+    for shape, padding in (((0, 5), None), ((3, 0), None), ((2, 3), torch.ones(2, 3).bool())):
+        x = leaf(*shape, DIM)
+        out = m(x, padding)
+        assert out.shape == x.shape
+        assert out.eq(0).all()
+        out.sum().backward()
+        assert x.grad.eq(0).all()
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "activation_dropout"])
+def test_masks_differ_from_call_to_call(rate):
+    m = TransformerEncoder(2, DIM, HEADS, FFN, **{"dropout": 0.0, rate: 0.5})
     x = torch.randn(2, 5, DIM)
     assert not torch.equal(m(x), m(x))
-    m.eval()
-    assert torch.equal(m(x), m(x))
 
 
-def test_policy_ffn_keeps_no_hidden_tensor_of_swiglu():
-    """They have F channels."""
-    layer = TransformerEncoderLayer(8, 2, 20, activation="swiglu", dropout=0.0)
-    x, kept = torch.randn(2, 3, 8, requires_grad=True), {}
-    for policy in ("none", "ffn"):
-        layer.recompute, sizes = policy, []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
-        ):
-            layer(x)
-        kept[policy] = sizes.count(6 * 20)
-    # g, u, silu(g) and what the last product reads.
-    assert kept == {"none": 4, "ffn": 0}
-
-
-def test_states_are_in_16_bits_under_autocast(monkeypatch):
-    from deepfast.nn.connections import dlcl as module
-
-    made, plain = [], module.DepthHistory
-    monkeypatch.setattr(module, "DepthHistory", lambda: made.append(plain()) or made[-1])
-    with torch.autocast("cpu", torch.bfloat16):
-        TransformerEncoder(LAYERS, DIM, HEADS, FFN)(torch.randn(2, 5, DIM))
-    assert made[0].depth_pass.states.dtype == torch.bfloat16
-
-
-def test_one_encoder_output_for_each_layer():
-    torch.manual_seed(2)
-    decoder = TransformerDecoder(3, DIM, HEADS, FFN).eval()
-    x, encoded, packing = torch.randn(8, DIM), torch.randn(8, DIM), Packing(2, 4)
-    same = decoder.forward_packed(x, packing, encoded, packing)
-    one_each = decoder.forward_packed(x, packing, [encoded] * 3, packing)
-    torch.testing.assert_close(same, one_each, rtol=0, atol=0)
-    other = decoder.forward_packed(x, packing, [encoded, encoded, encoded + 1], packing)
-    assert not torch.equal(same, other)
-
-
-def test_replaced_and_hooked_layers_are_called():
-    """Norm and linear run as one op only if nothing observes the tensor between them."""
-    m = TransformerEncoder(1, DIM, HEADS, FFN, dropout=0.0)
-    x, seen = torch.randn(2, 3, DIM), []
-    plain = m(x)
-    up = m.layers[0].feed_forward.up
-    handle = up.register_forward_hook(lambda *_: seen.append("up"))
-    torch.testing.assert_close(m(x), plain)
-    handle.remove()
-    handle = m.layers[0].feed_forward_norm.register_forward_pre_hook(lambda *_: seen.append("norm"))
-    torch.testing.assert_close(m(x), plain)
-    handle.remove()
-
-    class Doubled(torch.nn.Linear):
-        def forward(self, x):
-            seen.append("doubled")
-            return 2 * super().forward(x)
-
-    up.forward = lambda x, forward=up.forward: seen.append("patched") or forward(x)
-    torch.testing.assert_close(m(x), plain)
-    del up.forward
-    m.layers[0].feed_forward.up = Doubled(DIM, FFN)
-    m.layers[0].feed_forward.up.load_state_dict(up.state_dict())
-    assert not torch.allclose(m(x), plain)
-    assert seen == ["up", "norm", "patched", "doubled"]
-
-
-class Doubled(LayerNorm):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def by_hook(norm):
-    norm.register_forward_hook(lambda _m, _x, y: 2 * y)
-    return norm
-
-
-def by_subclass(norm):
-    norm.__class__ = Doubled
-    return norm
-
-
-def by_torch(norm):
-    return by_hook(torch.nn.LayerNorm(DIM).double().requires_grad_(False))
-
-
-# Every policy with every change.
-NORMED = [{}, {"norm": "post"}, {"connection": "residual"}, *PRE_NORM[:2]]
-NORMED = [
-    (options, policy, change)
-    for i, policy in enumerate(["none", "ffn", "layer", "layer+input"])
-    for j, change in enumerate([by_hook, by_subclass, by_torch])
-    for options in (NORMED[(i + j) % 5], NORMED[(i + 2 * j + 2) % 5])
-]
+def test_which_parts_of_a_layer_read():
+    """Each sublayer by default; blocks are an eighth of the layers."""
+    for kind, parts in ((TransformerEncoder, 2), (TransformerDecoder, 3)):
+        residuals, once = (
+            kind(9, *SIZES[1:], connection="block_attnres", reads=reads).connection.residuals
+            for reads in (None, 1)
+        )
+        assert (residuals.rows, once.rows) == (9 * parts + 1, 10)
+        assert residuals.block == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "change"),
-    NORMED,
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("connection", "given", "expected"),
+    [
+        ("dlcl", {"init": "one", "learnable": False}, ("one", "pre", False)),
+        ("denseformer", {}, ("identity", None, True)),
+        ("denseformer", {"init": "average", "norm": "pre"}, ("average", "pre", True)),
+    ],
 )
+def test_the_users_options_of_dlcl_stand_above_a_presets(connection, given, expected):
+    dlcl = TransformerEncoder(*SIZES, connection=connection, dlcl=given).connection.dlcl
+    assert (dlcl.init, dlcl.norm, dlcl.weight.requires_grad) == expected
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
+def test_depth_init(kind, parts):
+    """Only the output projections begin smaller."""
+    states = []
+    for depth_init in (False, True):
+        torch.manual_seed(0)
+        states.append(kind(*SIZES, depth_init=depth_init).state_dict())
+    for name, value in states[0].items():
+        smaller = name.endswith(("attention.out.weight", "down.weight"))
+        factor = (parts * LAYERS) ** -0.5 if smaller else 1
+        torch.testing.assert_close(states[1][name], value * factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "alpha", "beta"),
+    [
+        (TransformerEncoder, {}, 16**0.25, 64**-0.25),
+        (
+            TransformerEncoder,
+            {"decoder_layers": 3},
+            0.81 * (8**4 * 3) ** (1 / 16),
+            0.87 * (8**4 * 3) ** (-1 / 16),
+        ),
+        (TransformerDecoder, {}, 24**0.25, 96**-0.25),
+    ],
+    ids=str,
+)
+def test_the_start_of_deepnorm(kind, options, alpha, beta):
+    """Xavier with gain beta, but gain 1 for queries and keys. ``LN(alpha x + f)`` is the layer's
+    ``LN(x + f / alpha)`` with another eps."""
+    dim = 128
+    stack = kind(8, dim, 4, 4 * dim, connection="residual", norm="deepnorm", **options)
+    assert stack.alpha == pytest.approx(alpha)
+    square, wide = math.sqrt(6 / (2 * dim)), math.sqrt(6 / (5 * dim))
+    for m in stack.layers:
+        q, k, v = m.attention.query_key_value.weight.chunk(3)
+        bounds = [(q, square), (k, square), (v, beta * square)]
+        bounds += [(m.attention.out.weight, beta * square)]
+        bounds += [(m.feed_forward.up.weight, beta * wide)]
+        bounds += [(m.feed_forward.down.weight, beta * wide)]
+        if kind is TransformerDecoder:
+            k, v = m.cross_attention.key_value.weight.chunk(2)
+            bounds += [(m.cross_attention.query.weight, square), (k, square), (v, beta * square)]
+        for weight, bound in bounds:
+            assert 0.99 * bound < weight.abs().max() <= bound
+        norms = [part for part in m.modules() if isinstance(part, LayerNorm)]
+        assert [norm.eps for norm in norms] == pytest.approx([1e-5 / alpha**2] * len(norms))
+
+
+# ---- modules in whose place no fused op may stand ------------------------------------------------
+
+
+def scaled(module):
+    for p in module.parameters():
+        p.data.mul_(2)
+
+
+def scaled_projection(attention):
+    (attention.query if attention.cross else attention.query_key_value).weight.data.mul_(2)
+
+
+def by_hook(module):
+    module.register_forward_hook(lambda _m, _x, y: 2 * y)
+
+
+def by_hook_before(attention):
+    """What a hook changes is not recomputed as LN(x)."""
+    attention.register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+
+
+def by_subclass(module):
+    kind = type(module)
+    module.__class__ = type("Twice", (kind,), {"forward": lambda m, x: 2 * kind.forward(m, x)})
+
+
+def by_another_forward(module):
+    module.forward = lambda x, forward=module.forward: 2 * forward(x)
+
+
+def by_torch(norm):
+    theirs = nn.LayerNorm(DIM).double().requires_grad_(False)
+    by_hook(theirs)
+    return theirs
+
+
+def without_parameters(norm):
+    norm.weight = norm.bias = None
+
+
+def without_bias(linear):
+    linear.bias = None
+
+
+def with_bias_0(linear):
+    linear.bias.data.zero_()
+
+
+# Type of the modules, what is done to them in the plain stack, and what instead in the other one.
+CHANGES = [
+    (LayerNorm, scaled, by_hook),
+    (LayerNorm, scaled, by_subclass),
+    (LayerNorm, scaled, by_torch),
+    (LayerNorm, lambda norm: None, without_parameters),
+    (nn.Linear, scaled, by_hook),
+    (nn.Linear, scaled, by_subclass),
+    (nn.Linear, scaled, by_another_forward),
+    (nn.Linear, with_bias_0, without_bias),
+    (MultiheadAttention, scaled_projection, by_hook_before),
+]
+UNDER = [{}, {"norm": "post"}, {"connection": "residual"}, *ONE_NORM[:2]]
+# Every policy with every change, each with two of five stacks.
+CASES = [
+    (UNDER[(i + j + step) % 5] | {"recompute": policy}, j)
+    for i, policy in enumerate(["none", "ffn", "layer", "layer+input"])
+    for j in range(len(CHANGES))
+    for step in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("options", "change"), CASES, ids=str)
 @KINDS
-def test_norms_that_are_not_plain_run_as_modules(kind, options, policy, change):
-    """Twice the norm is the norm with weights of 2."""
-    if policy == "layer+input" and options.get("connection") == "residual":
-        policy = "layer"
-    inputs, masks, _ = operands(kind, PADDING, torch.float64)
+def test_modules_that_are_not_plain_run_as_modules(kind, options, change):
+    """Twice a norm is the norm with parameters of 2."""
+    if options["recompute"] == "layer+input" and options.get("connection") == "residual":
+        options = options | {"recompute": "layer"}
+    changed, in_plain, instead = CHANGES[change]
     found = []
-    for plain in (True, False):
+    for alter in (in_plain, instead):
         torch.manual_seed(3)
-        m = kind(LAYERS, DIM, HEADS, FFN, dropout=0.2, recompute=policy, **options).double()
+        leaves, called, _ = operands(kind, PADDING, torch.float64)
+        m = kind(*SIZES, **{"dropout": 0.2} | options).double()
         for module in [*m.modules()]:
-            for name, norm in module.named_children():
-                if type(norm) is not LayerNorm:
-                    continue
-                norm.requires_grad_(False)
-                if plain:
-                    norm.weight.fill_(2)
-                else:
-                    setattr(module, name, change(norm))
-        learned = [*inputs, *(p for p in m.parameters() if p.requires_grad)]
-        out = m(*inputs, *masks)
+            for name, child in module.named_children():
+                if type(child) is changed:
+                    child.requires_grad_(False)
+                    setattr(module, name, alter(child) or child)
+        learned = [*leaves, *(p for p in m.parameters() if p.requires_grad)]
+        out = m(*called)
         found.append([out, *torch.autograd.grad(out.square().sum(), learned)])
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)

@@ -1,15 +1,19 @@
-"""Transformer layers and stacks written out in PyTorch."""
+"""Transformer layers and stacks written out in PyTorch, and what tests compare with them."""
 
 import math
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepfast.nn.layer_norm import NoNorm
 from tests.specifications.connections import PlainHistory
 
 DIM, HEADS = 12, 3
-PADDING = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
+# The last sentence is empty.
+PADDING = torch.arange(5) >= torch.tensor([[5], [3], [1], [0]])
+HIDDEN = -1e30
+"""The score of a token that is not seen. A finite one gives empty sentences no NaN."""
 
 
 def shaken(module):
@@ -20,13 +24,13 @@ def shaken(module):
     return module
 
 
-def norm_of(m, x, eps=None):
+def norm_of(m, x, scale=1.0):
+    """scale: of its eps."""
     if isinstance(m, NoNorm):
         return x
-    eps = m.eps if eps is None else eps
     if m.bias is None:
-        return F.rms_norm(x, m.weight.shape, m.weight, eps)
-    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps)
+        return F.rms_norm(x, m.weight.shape, m.weight, m.eps * scale)
+    return F.layer_norm(x, m.weight.shape, m.weight, m.bias, m.eps * scale)
 
 
 def attend(m, x, encoded=None, padding=None, causal=False):
@@ -46,18 +50,17 @@ def attend(m, x, encoded=None, padding=None, causal=False):
     q, k, v = heads(q), heads(k), heads(v)
     score = q @ k.transpose(-1, -2) / math.sqrt(width)
     if padding is not None:
-        score = score.masked_fill(padding[:, None, None, :], -math.inf)
+        score = score.masked_fill(padding[:, None, None, :], HIDDEN)
     if causal:
         later = torch.ones(score.shape[-2:]).triu(1).bool()
         score = score.masked_fill(later, -math.inf)
     left, right = (math.inf if side < 0 else side for side in m.window)
     if not m.cross:
-        # Padding takes no place. A finite score keeps what padding gives out of the gradients.
+        # Padding takes no place.
         real = torch.ones(k.shape[0], k.shape[2]) if padding is None else ~padding
         place = real.cumsum(1)
         before = place[:, :, None] - place[:, None]
-        unseen = (before > left) | (-before > right)
-        score = score.masked_fill(unseen[:, None], -1e30 if padding is not None else -math.inf)
+        score = score.masked_fill(((before > left) | (-before > right))[:, None], HIDDEN)
     return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -83,14 +86,14 @@ def feed_forward(m, n):
     return m.down(F.relu(hidden) if m.activation == "relu" else F.gelu(hidden))
 
 
-def layer(m, x, n, *given, alpha=1, eps=None):
+def layer(m, x, n, *given, alpha=1):
     """The layer from its input x, with n = LN(x) where the layer's first LN is the stack's.
 
-    ``given`` is what `sublayers` takes. DeepNorm has an ``alpha``, and norms with this eps.
+    ``given`` is what `sublayers` takes. alpha: of DeepNorm, whose norms have eps / alpha^2.
     """
     for part, (norm, branch) in enumerate(sublayers(m, *given)):
         if m.norm == "post":
-            x = norm_of(norm, alpha * x + branch(x), eps)
+            x = norm_of(norm, alpha * x + branch(x), alpha**2)
         else:
             x = x + branch(n if part == 0 else norm_of(norm, x))
     return x
@@ -99,17 +102,22 @@ def layer(m, x, n, *given, alpha=1, eps=None):
 def naive(m, x, encoded=None, padding=None, encoded_padding=None, gates=None, inputs=None):
     """An encoder, or with ``encoded`` a decoder: every state kept, and summed at every layer.
 
-    ``inputs`` is a list to append to what the layers, or the sublayers that read, have read.
+    ``encoded`` may be a list with one output for each layer. ``inputs`` is a list to append to what
+    the layers, or the sublayers that read, have read.
     """
-    c, given = m.connection, (encoded, padding, encoded_padding)
-    gates = [1.0] * len(m.layers) if gates is None else gates
+    c, count = m.connection, len(m.layers)
+    each = encoded if isinstance(encoded, list) else [encoded] * count
+    gates = [1.0] * count if gates is None else gates
+    given = [(one, padding, encoded_padding, z) for one, z in zip(each, gates, strict=True)]
     bodies = [
-        lambda x, n, f=f, z=z: layer(f, x, n, *given, z)
-        for f, z in zip(m.layers, gates, strict=True)
+        lambda x, n, f=f, own=own: layer(f, x, n, *own, alpha=m.alpha)
+        for f, own in zip(m.layers, given, strict=True)
     ]
     attends = "attnres" in c.kind
     if attends and c.reads > 1:
-        parts = [part for f in m.layers for part in sublayers(f, *given)]
+        parts = [
+            part for f, own in zip(m.layers, given, strict=True) for part in sublayers(f, *own)
+        ]
         bodies = [lambda x, n, f=branch: x + f(n) for _, branch in parts]
     history = None if c.depth is None else PlainHistory(c.depth)
     for row in range(len(bodies) + 1):
@@ -139,12 +147,26 @@ def assert_same(got, want, module, inputs, keep=None):
     torch.testing.assert_close(got[keep], want[keep], **outputs)
     weight = torch.randn_like(want[keep])
     leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
-    a, b = (
-        torch.autograd.grad((out[keep] * weight).sum(), leaves, materialize_grads=True)
-        for out in (got, want)
-    )
+    # The inputs may be results that both forms read.
+    options = {"materialize_grads": True, "retain_graph": True}
+    a, b = (torch.autograd.grad((y[keep] * weight).sum(), leaves, **options) for y in (got, want))
     torch.testing.assert_close(a, b, **gradients)
 
 
 def leaf(*shape):
     return torch.randn(shape, requires_grad=True)
+
+
+class Seen(TorchDispatchMode):
+    """Collects the names of operations."""
+
+    # Eager code calls the ops inside deepfast's own.
+    sees_through = True
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))

@@ -10,30 +10,22 @@ from tests.nn.written_out import shaken
 from tests.specifications.transparent_attention import transparent_attention
 
 
-def specified(module, states, last_norm):
-    """The reference; in pre-norm the last source's norm is given."""
-    if module.norm == "post":
-        return transparent_attention(states, module.weight)
-    gain, shift = (
-        torch.cat((own, last.unsqueeze(0)))
-        for own, last in zip((module.norm_weight, module.norm_bias), last_norm, strict=True)
-    )
-    return transparent_attention(states, module.weight, norm_weight=gain, norm_bias=shift)
-
-
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @given(layers=st.integers(1, 35), count=st.integers(1, 3), dim=st.integers(2, 13))
 def test_values_and_gradients(norm, backend, layers, count, dim):
+    """In pre-norm the encoder has applied the last source's norm."""
     torch.manual_seed(0)
     module = shaken(TransparentAttention(layers, count, dim, norm=norm, backend=backend)).double()
-    states = list(torch.randn(layers + 1, 7, dim, dtype=torch.float64).requires_grad_().unbind())
-    last = [torch.randn(dim, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    output = states[-1]
+    states = list(torch.randn(layers + 1, 7, dim).double().requires_grad_().unbind())
+    output, leaves, norms = states[-1], [*states, *module.parameters()], {}
     if norm == "pre":
-        output = torch.nn.functional.layer_norm(states[-1], (dim,), *last)
+        last = [torch.randn(dim).double().requires_grad_() for _ in range(2)]
+        output = torch.nn.functional.layer_norm(output, (dim,), *last)
+        leaves += last
+        for name, one in zip(("norm_weight", "norm_bias"), last, strict=True):
+            norms[name] = torch.cat((getattr(module, name), one.unsqueeze(0)))
     got = torch.stack(module.eval()(states, output))
-    want = torch.stack(specified(module, states, last))
-    leaves = [*states, *module.parameters(), *(last if norm == "pre" else [])]
+    want = torch.stack(transparent_attention(states, module.weight, **norms))
     seed = torch.randn_like(want)
     grads = [torch.autograd.grad(out, leaves, seed, retain_graph=True) for out in (got, want)]
     torch.testing.assert_close([got, *grads[0]], [want, *grads[1]], rtol=1e-9, atol=1e-10)
