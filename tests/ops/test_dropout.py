@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from deepfast.cases import ops as cases
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from deepfast.ops import activation, add_layer_norm
 from deepfast.ops.add_dropout import add_dropout
 from deepfast.reference.dropout import dropout_mask
-from tests.ops.cases import HERE, Call, D, T, equal, results
+from tests.ops.cases import HERE, LOW, D, T, equal
 
 
 def summed(x, p, backend, seed=None, training=True):
@@ -40,9 +39,6 @@ def dropped(request):
 SEEDS = (0, 7, 2**33 + 5, 2**63 - 1, -3)
 MASKS = [(dim, seed, 0.3) for dim, seed in zip((1, 8, 127, 128, 129), SEEDS, strict=True)]
 MASKS += [(300, 5, p) for p in (1e-6, 1e-3, 0.5, 0.999, 1 - 1e-6, 1.0)]
-
-
-LOW = [torch.float32, torch.bfloat16, torch.float16]
 CALLS = [(by, dtype) for by in HERE for dtype in (LOW if by != "triton" else LOW[1:2])]
 
 
@@ -62,11 +58,6 @@ def test_the_mask_is_the_references(dropped, by, dtype):
         assert torch.equal(x.grad, expected), (dim, seed, p)
 
 
-def test_the_mask_in_float64(backend, dropped):
-    x = 30 + torch.rand(40, 9, dtype=torch.float64)
-    assert torch.equal(dropped(x, 0.3, backend, 7), x * dropout_mask(7, 40, 9, 0.3))
-
-
 def test_seeds(backend, dropped):
     x = torch.full((20, 50), 32.0)
     first = dropped(x, 0.5, backend, 1)
@@ -84,39 +75,21 @@ def test_seeds(backend, dropped):
     assert torch.equal(torch.get_rng_state(), state), "no dropout, yet a seed was drawn"
 
 
-DROPPING = ["layer_norm", "rms_norm", "activation", "attention", "norm_linear", "feed_forward"]
+def pushed(connection):
+    module, history = connection(2, D), DepthHistory()
+    return lambda x, p, _, seed: module(x, history, dropout_p=p, seed=seed)
 
 
-@pytest.mark.parametrize("name", DROPPING)
-def test_the_mask_is_that_of_forward(name, monkeypatch):
-    """Also where the tensor of the seed changes before backward."""
-    found = []
-    for after in (0, 1):
-        torch.manual_seed(0)
-        seed = torch.tensor(7)
-        monkeypatch.setattr(cases, "SEED", seed)
-        # torch's attention, the default on a CPU, has no seed.
-        c = Call(name, "reference" if name == "attention" else None)
-
-        def run(*leaves, c=c, seed=seed, after=after):
-            out = c.run(*leaves)
-            seed += after
-            return out
-
-        found.append(results(run, c.leaves))
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("connection", [DLCL, AttentionResiduals])
-def test_a_seed_that_counts_pushes_is_the_seed_of_each_push(connection):
-    """In place as with a new tensor for every push."""
+@pytest.mark.parametrize("kind", [*FORMS, DLCL, AttentionResiduals])
+def test_a_seed_may_change_after_the_call(kind):
+    """Backward has the mask of forward, also where a tensor counts the pushes to a connection."""
     found = []
     for counted in (True, False):
-        module, history = connection(2, D), DepthHistory()
-        x = torch.randn(T, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        run = FORMS.get(kind) or pushed(kind)
+        x = torch.linspace(30, 40, T * D).view(T, D).requires_grad_()
         seed, y = torch.tensor(7), x
         for k in range(3):
-            y = module(y, history, dropout_p=0.5, seed=seed if counted else torch.tensor(7 + k))
+            y = run(y, 0.5, None, seed if counted else torch.tensor(7 + k))
             seed += 1
         (y * torch.arange(D)).sum().backward()
         found.append((y.detach(), x.grad))
