@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 
 # Read when triton is imported. The interpreter compiles nothing.
 os.environ["TRITON_INTERPRET"] = "0"
@@ -126,7 +127,7 @@ def main() -> None:
         concurrent.futures.ProcessPoolExecutor(2, mp_context=spawn) as pool,
     ):
         os.environ["TRITON_CACHE_DIR"] = cache
-        found = sum(pool.map(compile_call, *zip(*jobs, strict=True)), [])
+        found = list(chain(*pool.map(compile_call, *zip(*jobs, strict=True))))
     if found:
         sys.exit("\n".join(found))
     print(f"Triton {triton.__version__}: {len(jobs)} calls compiled")
