@@ -26,9 +26,12 @@ REPORT = re.compile(
 
 def spills(said: str) -> list[str]:
     """A line for each kernel that spills, in what ptxas said."""
+    reports = REPORT.findall(said)
+    if not reports:
+        return [f"expected a report of each kernel, got:\n{said}"]
     return [
         f"{name} for {target}: {stack} bytes of stack, {int(stores) + int(loads)} of spills"
-        for name, target, stack, stores, loads in REPORT.findall(said)
+        for name, target, stack, stores, loads in reports
         if int(stack) or int(stores) or int(loads)
     ]
 

@@ -4,7 +4,6 @@ Without a GPU they run on the CPU, at toy sizes, with Triton's interpreter and t
 tests/cuda: that tests the tests.
 """
 
-import contextlib
 import faulthandler
 import os
 
@@ -74,21 +73,3 @@ def capture():
             return captured(again, stream) if REAL else again, results
 
     return captured_run
-
-
-@pytest.fixture
-def unsynchronised():
-    """``with unsynchronised(): ...`` fails if the host waits for the device."""
-    if not REAL:
-        pytest.skip("needs a CUDA device")
-
-    @contextlib.contextmanager
-    def check():
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return check

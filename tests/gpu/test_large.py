@@ -1,159 +1,92 @@
-"""More than 2^31 elements, which an int32 does not count."""
+"""More than 2^31 elements, which an int32 does not count: the last tokens, and those around element
+2^31, have the bits that they have alone."""
 
 import pytest
 import torch
 
-from deepfast import backend, ops
-from deepfast.cases.sentences import offsets
-from deepfast.ops.common import empty_slots
+from deepfast import backend
+from deepfast.launches import LAUNCHES
+from tests.kernels.calls import chosen, without_memory
 
 REAL = torch.cuda.is_available()
 # Side by side they would not fit the memory of a GPU, so that one process runs them all.
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large"), *[pytest.mark.slow] * (not REAL)]
-DTYPE = torch.bfloat16
+
 T, D = (524_800, 4096) if REAL else (96, 16)
+ROWS = {"T": T, "D": D}
+LOGITS = {"T": 24_576, "V": 100_000} if REAL else {"T": 64, "V": 40}
+# Sentences of one length.
+LENGTH, HEADS, WIDTH = (64, 8, 64) if REAL else (2, 2, 16)
+SENTENCES = 66_000 if REAL else 24
+TOKENS = LENGTH * SENTENCES
+SENTENCE = {"T": TOKENS, "Q": TOKENS, "N": SENTENCES, "G": HEADS, "H": HEADS, "E": WIDTH}
+STATES = ROWS | {"S": 3, "R": 2, "k": 1, "near": [0, 1], "grad_slot": 2}
+STATES |= {"pull_rows": [1], "pull_slots": [2]}
+# Each slot is smaller, and the last ones are further away than an int32 can count.
+SLOTS = 80 if REAL else 6
+FAR = {"T": 65_536 if REAL else 32, "D": 512 if REAL else 64, "S": SLOTS + 1, "R": SLOTS}
+MIX = {"sources": range(SLOTS - 2), "rows": range(SLOTS - 2, SLOTS)}
+PULL = {"sources": range(2), "rows": range(2, SLOTS)}
+BARE = {"norm_weight": False, "norm_bias": False}
+
+BOTH_WAYS = [
+    ("triton", "layer_norm", {}, ROWS), ("triton", "activation", {"kind": "relu"}, ROWS),
+    ("triton", "activation", {"kind": "gelu"}, ROWS), ("triton", "boundary", {}, STATES),
+    ("cuda", "boundary", {}, STATES), ("triton", "attention", {"length": LENGTH}, SENTENCE),
+]  # fmt: skip
+CALLS = [
+    *(
+        (by, f"{op}_{way}", *given)
+        for by, op, *given in BOTH_WAYS
+        for way in ("forward", "backward")
+    ),
+    ("triton", "cross_entropy", {}, LOGITS),
+    *(("triton", "mix_rows", MIX | norm, FAR) for norm in ({}, BARE)),
+    *(("triton", "pull_rows", PULL | norm, FAR) for norm in ({}, BARE)),
+]
+"""A backend and a launch, its choices of `tests.kernels.calls`, and its sizes and lists."""
 
 
-@pytest.fixture
-def random(device):
-    """Makes random bf16 tensors; skips the test where a GPU has less than ``gib`` GiB free."""
-
-    def make(gib, *shapes, dtype=DTYPE):
-        if REAL and (free := torch.cuda.mem_get_info()[0] / 2**30) < gib:
-            pytest.skip(f"needs {gib} GiB of GPU memory, {free:.0f} GiB are free")
-        return [torch.empty(s, dtype=dtype, device=device).normal_() for s in shapes]
-
-    return make
+def random(o, x, device):
+    """A tensor on the device like that without memory."""
+    if o.dtype == "int32":
+        return LENGTH * torch.arange(len(x), dtype=x.dtype, device=device)
+    if o.dtype == "int64":
+        return torch.randint(LOGITS["V"], x.shape, device=device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).normal_()
 
 
-def alike_alone(run, operands, group=1):
-    """The last rows, and those around element 2^31, have the bits that they have alone: rows, or
-    groups of them, are independent."""
-    whole = run(*operands)
-    width, count = operands[0][0].numel(), 8 * group
-    middle = min(2**31 // width // group * group, len(operands[0]) - 2 * count)
-    for start in (middle - group, len(operands[0]) - count):
-        rows = slice(start, start + count)
-        alone = run(*(x[rows].clone() for x in operands))
-        for a, b in zip(whole, alone, strict=True):
-            assert torch.equal(a[rows], b)
+def part(o, x, rows):
+    """The operand of a call with these rows alone."""
+    if o.dtype == "int32":
+        return x[: (rows.stop - rows.start) // LENGTH + 1]
+    axis = next((i for i, size in enumerate(o.shapes[0]) if size in ("T", "Q")), None)
+    return x if axis is None else x[(slice(None),) * axis + (rows,)]
 
 
-@pytest.mark.parametrize("kind", ["relu", "gelu"])
-def test_activation(random, kind):
-    alike_alone(lambda h: (ops.activation(h, kind, backend="triton"),), random(14, (T, D)))
-
-
-def test_layer_norm(tolerances, random, device):
-    w, b = (torch.randn(D, device=device, requires_grad=True) for _ in range(2))
-    sums = []
-
-    def run(x, residual, dy, ds):
-        x.requires_grad_()
-        y, s = ops.add_layer_norm(x, residual, w, b, backend="triton")
-        dx, *of_rows = torch.autograd.grad((y, s), (x, w, b), (dy, ds))
-        sums.append(of_rows)
-        return y.detach(), s.detach(), dx
-
-    operands = random(36, *[(T, D)] * 4)
-    alike_alone(run, operands)
-    dweight, dbias = sums[0]
-    plain, exact = (operands[2].sum(0, dtype=kind).cpu() for kind in (torch.float32, torch.float64))
-    tolerances.assert_accurate(dbias.cpu(), plain, exact, torch.float32, "dbias")
-    assert torch.isfinite(dweight).all()
-
-
-def test_attention(random, device):
-    n, heads, width = (64, 8, 64) if REAL else (2, 2, 16)
-
-    def run(x, g):
-        x = x.detach().requires_grad_()
-        cu = offsets([n] * (len(x) // n), device)
-        o = ops.attention(
-            *x.unbind(1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n, max_seqlen_k=n,
-            backend="triton",
-        )  # fmt: skip
-        return o.detach(), *torch.autograd.grad(o, x, g)
-
-    tokens = 22_000 * n if REAL else 48
-    # The interpreter multiplies the bits of bf16 numbers as integers.
-    half = DTYPE if REAL else torch.float16
-    operands = random(24, (tokens, 3, heads, width), (tokens, heads, width), dtype=half)
-    alike_alone(run, operands, group=n)
-
-
-def test_cross_entropy(random, device):
-    _, launch = backend.choose("linear_cross_entropy", "triton", device, DTYPE)
-    T, V = (24_576, 100_000) if REAL else (64, 40)
-    target = torch.randint(V, (T,), device=device)
-
-    def run(logits, target):
-        dlogits, losses = logits.clone(), torch.empty(2, len(logits), device=device)
-        launch.cross_entropy(
-            logits=dlogits, target=target, label_smoothing=0.0, ignore_index=-100,
-            write_grad=True, loss=losses[0], nll=losses[1],
-        )  # fmt: skip
-        return dlogits, *losses
-
-    alike_alone(run, [*random(14, (T, V)), target])
-
-
-def test_boundary(by, tolerances, random, device):
-    _, launch = backend.choose("boundary", by, device, DTYPE)
-    weight = torch.tensor([[1.0, 0.0], [0.5, -0.75]], device=device)
-    norms = {"norm_source": False, "source_rms": False, "out_rms": False}
-    sums = []
-
-    def run(branch, residual, older, dx):
-        x, dbranch, dweight = torch.empty_like(dx), torch.empty_like(dx), torch.zeros_like(weight)
-        states = empty_slots(3, dx)
-        states[0] = older
-        shared = {"states": states, "k": 1, "near": [0, 1], "weight": weight, "dropout_p": 0.0}
-        launch.boundary_forward(
-            **shared, **norms, branch=branch, residual=residual, source_eps=1e-5, out_eps=0.0, x=x
-        )
-        launch.boundary_backward(
-            **shared, **norms, dx=dx, grads=states, grad_slot=2, pull_rows=[1], pull_slots=[2],
-            dbranch=dbranch, dweight=dweight,
-        )  # fmt: skip
-        sums.append((dweight[1, 1].cpu(), states[1]))
-        return states[1], x, states[2], dbranch
-
-    operands = random(46, *[(T, D)] * 4)
-    alike_alone(run, operands)
-    dweight, state = sums[0]
-    parts = [t.flatten().split(1 << 26) for t in (operands[-1], state)]
-    exact = sum((a.double() @ b.double()).cpu() for a, b in zip(*parts, strict=True))
-    plain = sum((a.float() @ b.float()).cpu() for a, b in zip(*parts, strict=True))
-    tolerances.assert_accurate(dweight, plain, exact, torch.float32, "dweight")
-
-
-def test_far_passes(tolerances, random, device):
-    """Slots further apart than an int32 can count; some tokens are checked in float64."""
-    count, T, D = (80, 65_536, 512) if REAL else (6, 4, 16)
-    (like,) = random(10, (T, D))
-    states, out = empty_slots(count, like).normal_(), empty_slots(2, like)
-    weight = torch.randn(count, count, device=device) / count
-    _, launch = backend.choose("boundary", "triton", device, DTYPE)
-    tokens, rows, later = slice(T - 3, T), [count - 2, count - 1], [*range(2, count)]
-
-    def check(name, w, picked):
-        parts = w.double().cpu(), picked[:, tokens].double().cpu()
-        exact = torch.einsum("rk,ktd->rtd", *parts)
-        tolerances.assert_accurate(out[:, tokens].cpu(), exact.to(DTYPE), exact, DTYPE, name)
-
-    shared = {"states": states, "weight": weight, "out": out, "out_rows": [0, 1]}
-    launch.mix_rows(**shared, sources=[*range(count - 2)], rows=rows, accumulate=False)
-    check("mix_rows", weight[rows][:, : count - 2], states[: count - 2])
-    dweight = torch.zeros_like(weight)
-    launch.pull_rows(
-        **shared, grads=states, grad_slots=later, rows=later, sources=[0, 1], accumulate=False,
-        dweight=dweight,
-    )  # fmt: skip
-    check("pull_rows", weight[later][:, [0, 1]].T, states[2:])
-    last, first = states[count - 1].flatten(), states[1].flatten()
-    parts = zip(last.split(1 << 24), first.split(1 << 24), strict=True)
-    exact = sum((a.double() @ b.double()).cpu() for a, b in parts)
-    plain = (last.float() * first.float()).sum().cpu()
-    # Like the plain form, it multiplies rounded states and adds in fp32.
-    tolerances.assert_accurate(dweight[count - 1, 1].cpu(), plain, exact, DTYPE, "dweight")
+@pytest.mark.parametrize(("by", "name", "choices", "sizes"), CALLS, indirect=["by"])
+def test_rows_have_the_bits_that_they_have_alone(by, device, name, choices, sizes):
+    launch = LAUNCHES[name]
+    v = chosen(launch, dtype=torch.bfloat16, dropout_p=0.0, **choices)
+    given = without_memory(launch, v, **sizes)
+    tensors = {o.name: x for o, x in zip(launch.operands, given, strict=True) if torch.is_tensor(x)}
+    operands = [o for o in launch.operands if o.name in tensors]
+    needed = sum(x.nbytes for x in tensors.values()) + 2**31
+    if REAL and (free := torch.cuda.mem_get_info()[0]) < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory, {free >> 30} GiB are free")
+    whole = given._replace(**{o.name: random(o, tensors[o.name], device) for o in operands})
+    group = LENGTH if "attention" in name else 1
+    count, total = 8 * group, sizes["T"]
+    widths = [x[0].numel() for x in tensors.values() if x.dim() and len(x) == total]
+    middle = min(2**31 // max(widths, default=1) // group * group, total - 2 * count)
+    spans = [slice(start, start + count) for start in (middle - group, total - count)]
+    parts = [
+        {o.name: part(o, getattr(whole, o.name), rows).clone() for o in operands} for rows in spans
+    ]
+    run = backend.launchers(launch.op, by)[name]
+    run(whole)
+    for rows, alone in zip(spans, parts, strict=True):
+        run(whole._replace(**alone))
+        for o in operands:
+            if o.writes and set(o.shapes[0]) & set("TQ"):
+                assert torch.equal(part(o, getattr(whole, o.name), rows), alone[o.name]), o.name

@@ -6,7 +6,7 @@ from deepfast import backend
 from deepfast.launches import LAUNCHES
 from deepfast.ops.common import empty_slots
 from deepfast.selfcheck.operands import READ_TOO, random
-from tests.kernels.calls import NUMBERS, ROWS, lists, rank_of
+from tests.kernels.calls import NUMBERS, ROWS, filled, lists
 from tests.tolerances import assert_all_accurate
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,26 +47,20 @@ def numbers(name: str, *, rank: int = 0, **given) -> dict:
     rank: which of its shapes a weight has.
     """
     given = SIZES | lists(name, given)
-    made = {}
-    for o in LAUNCHES[name].operands:
-        if o.name in given:
-            made[o.name] = given[o.name]
-        elif not o.dtype:
-            made[o.name] = NUMBERS[o.name]
-        elif o.name == "seed":
-            made[o.name] = SEED if given.get("dropout_p", 1) else None
-        elif o.name == "target":
-            made[o.name] = torch.randint(given["V"], o.shape(given))
-            made[o.name][1::3] = NUMBERS["ignore_index"]
-        elif o.dtype == "int64":
-            made[o.name] = torch.randint(given["P"] + 1, o.shape(given))
-        else:
-            shape = o.shape(given, rank_of(o, {"rank": rank}))
-            written = o.writes and o.name not in READ_TOO
-            make = (lambda s=shape: torch.full(s, 7.0)) if written else None
-            one = make or (lambda s=shape, n=o.name: random(n, s))
-            made[o.name] = [one() for _ in range(given["K"])] if o.type == "Tensor[]" else one()
-    return made
+
+    def tensor(o, shape):
+        if o.name == "seed":
+            return SEED if given.get("dropout_p", 1) else None
+        if o.name == "target":
+            target = torch.randint(given["V"], shape)
+            target[1::3] = NUMBERS["ignore_index"]
+            return target
+        if o.dtype == "int64":
+            return torch.randint(given["P"] + 1, shape)
+        written = o.writes and o.name not in READ_TOO
+        return torch.full(shape, 7.0) if written else random(o.name, shape)
+
+    return filled(LAUNCHES[name], given, rank, tensor)
 
 
 def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
@@ -91,7 +85,8 @@ def run(launches, name: str, given: dict, storage, dtype, layout=plain) -> dict:
             made[o.name] = list(x) if o.type == "int[]" else x
         elif not isinstance(x, str):
             made[o.name] = [stored(o, y) for y in x] if isinstance(x, list) else stored(o, x)
-    made |= {name: made[x] for name, x in given.items() if name == "grads" and isinstance(x, str)}
+    if isinstance(given.get("grads"), str):
+        made["grads"] = made["states"]
     getattr(launches, name)(**made)
     results = {o.name: made[o.name] for o in LAUNCHES[name].operands if o.writes}
     results = {key: x for key, x in results.items() if x is not None and len(x)}
@@ -102,18 +97,15 @@ def reference_of(op: str):
     return backend.choose(op, "reference", "cpu", torch.float32)[1]
 
 
-def agree(kernels, name: str, dtype, layout=plain, **given) -> dict:
-    """Compares the launch by ``kernels`` with float64; returns its results."""
+def agree(kernels, name: str, dtype, layout=plain, *, again=False, **given) -> dict:
+    """Compares the launch by ``kernels`` with float64, and to the bit with a run ``again``; returns
+    its results."""
     op, given = LAUNCHES[name].op, numbers(name, **given)
     got = run(kernels(op), name, given, dtype, dtype, layout)
     exact = run(reference_of(op), name, given, dtype, torch.float64)
     near = run(reference_of(op), name, given, dtype, dtype)
     assert_all_accurate(got, near, exact, dtype)
+    if again:
+        same = run(kernels(op), name, given, dtype, dtype, layout)
+        assert all(torch.equal(got[key], same[key]) for key in got)
     return got
-
-
-def same_bits(kernels, name: str, dtype, **given) -> None:
-    """Compares two runs."""
-    given = numbers(name, **given)
-    one, two = (run(kernels(LAUNCHES[name].op), name, given, dtype, dtype) for _ in range(2))
-    assert all(torch.equal(one[key], two[key]) for key in one)

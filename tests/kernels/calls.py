@@ -169,9 +169,18 @@ def given_by(launch, v: dict) -> dict:
     return lists(launch.name, found)
 
 
-def rank_of(o, v: dict) -> int:
-    """Which of its shapes an operand has."""
-    return v.get("rank", 0) if len(o.shapes) > 1 else 0
+def filled(launch, given: dict, rank: int, tensor) -> dict:
+    """Every operand: that in ``given``, else of NUMBERS, else what ``tensor(o, shape)`` makes."""
+    made = {}
+    for o in launch.operands:
+        if o.name in given or not o.dtype:
+            made[o.name] = given.get(o.name, NUMBERS.get(o.name))
+        else:
+            shape = o.shape(given, rank if len(o.shapes) > 1 else 0)
+            many = o.type == "Tensor[]"
+            several = [tensor(o, shape) for _ in range(given["K"] if many else 1)]
+            made[o.name] = several if many else several[0]
+    return made
 
 
 def without_memory(launch, v: dict, /, **given):
@@ -181,17 +190,10 @@ def without_memory(launch, v: dict, /, **given):
     kinds = {"storage": v["dtype"], "compute": torch.float32}
     kinds |= {"int32": torch.int32, "int64": torch.int64}
 
-    def tensor(o):
-        shape = o.shape(given, rank_of(o, v))
+    def tensor(o, shape):
         meta = {"dtype": kinds[o.dtype], "device": "meta"}
         if not o.dense and o.shapes[0][0] in "SB":
             return empty_slots(shape[0], torch.empty(shape[1:], **meta))
         return torch.empty(shape, **meta)
 
-    made = {}
-    for o in launch.operands:
-        if o.name in given or not o.dtype:
-            made[o.name] = given.get(o.name, NUMBERS.get(o.name))
-        else:
-            made[o.name] = [tensor(o)] * given["K"] if o.type == "Tensor[]" else tensor(o)
-    return launch.record(**made)
+    return launch.record(**filled(launch, given, v.get("rank", 0), tensor))
