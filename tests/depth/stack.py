@@ -108,11 +108,6 @@ def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape or (TOKENS, DIM), dtype=dtype, requires_grad=True)
 
 
-def in_float64(name, backend):
-    """A stack in float64 and an embedding, for comparisons with the plain form."""
-    return Stack(name, backend=backend).double(), leaf(dtype=torch.float64)
-
-
 def history(inplace=True):
     return DepthHistory(inplace=inplace, block=4)
 

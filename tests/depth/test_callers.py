@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from deepfast.depth.schedule import block_cost, default_block, depth_pattern
+from deepfast.measure.traffic import engine_moved
 from deepfast.nn import DLCL, DepthHistory
 from tests.depth.stack import CONNECTIONS, DIM, EACH, Stack, history, results
 
@@ -19,15 +21,8 @@ def test_bit_identical_on_any_number_of_threads(threads, name):
 
 
 @EACH
-@pytest.mark.parametrize(
-    ("given", "parameters"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
 def test_gradients_keep_the_dtype_of_their_input(backend, name, given, parameters):
     stack = Stack(name, backend=backend)
     stack.depth.to(parameters)
@@ -60,21 +55,36 @@ def test_autocast(backend, name, first, state_dtype):
             assert torch.equal(stack(y, history()), expected)
 
 
-def test_a_state_outside_the_window_is_not_read(backend):
-    """NaN in a source that is not read reaches neither a later row nor a gradient."""
-    dlcl, bad = DLCL(9, 5, window=3, backend=backend), 2
-    ys = [torch.randn(4, 5) for _ in range(10)]
-    ys[bad][1, 1] = torch.nan
-    for y in ys:
-        y.requires_grad_()
-    h = history()
-    xs = [dlcl(y, h) for y in ys]
-    assert [bool(x.isnan().any()) for x in xs] == [bad <= row < bad + 3 for row in range(10)]
-    torch.stack([x for row, x in enumerate(xs) if not bad <= row < bad + 3]).sum().backward()
-    for k, y in enumerate(ys):
-        assert k == bad or torch.isfinite(y.grad).all(), k
-    column = torch.arange(10) == bad
-    assert torch.isfinite(dlcl.weight.grad[:, ~column]).all()
-    assert torch.isfinite(dlcl.norm_weight.grad[~column]).all()
-    # Rows that never read the bad state get a finite gradient for it: exactly zero.
-    assert dlcl.weight.grad[bad + 3 :, bad].eq(0).all()
+@pytest.mark.parametrize(
+    "options", [{"window": 5}, {"dilation": 3}, {"period": 4}, {"window": 9, "dilation": 2}]
+)
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_a_state_outside_the_pattern_is_not_read(backend, options, block):
+    """NaN in a state reaches neither a row that does not read it nor a gradient."""
+    for bad in (1, 7):
+        dlcl = DLCL(20, 5, backend=backend, **options)
+        ys, h = torch.randn(21, 4, 5), DepthHistory(block=block)
+        ys[bad, 1, 1] = torch.nan
+        ys.requires_grad_()
+        xs = torch.stack([dlcl(y, h) for y in ys.unbind()])
+        reads = torch.tensor([bad in row for row in dlcl.pattern])
+        assert torch.equal(xs.isnan().any(-1).any(-1), reads)
+        xs[~reads].sum().backward()
+        others = torch.arange(21) != bad
+        grads = ys.grad, dlcl.weight.grad.T, dlcl.norm_weight.grad
+        assert all(grad[others].isfinite().all() for grad in grads)
+        # Rows that do not read the bad state get a finite gradient for it: exactly zero.
+        assert dlcl.weight.grad[~reads, bad].eq(0).all()
+
+
+def test_rows_per_block(monkeypatch):
+    """Near the square root; on a GPU the number that moves the fewest states. The count of what a
+    step moves is that of the launches, but for what no block changes."""
+    assert [default_block(rows) for rows in (1, 2, 8, 16, 31, 61, 101)] == [1, 2, 8, 4, 4, 8, 8]
+    assert [default_block(n, "cuda") for n in (8, 13, 25, 49, 97)] == [8, 7, 5, 7, 7]
+    monkeypatch.setattr(f"{block_cost.__module__}.FAR_PASS", 0)
+    for rows in (9, 25, 60):
+        pattern = depth_pattern(rows, None, 1, 1)
+        for block in range(2, 18):
+            moved = engine_moved(pattern, block=block) - 7 * rows
+            assert moved == block_cost(rows, block, 64), (rows, block)

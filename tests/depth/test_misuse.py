@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.depth.push import OutNorm
 from deepfast.nn import AttentionResiduals, DepthHistory, LayerNorm
 from tests.depth.stack import CONNECTIONS, DIM, EACH, TOKENS, Stack, history, leaf
 
@@ -44,12 +43,13 @@ def test_a_push_that_does_not_fit(backend, name):
     """As the first or the second one: the history can be used again."""
     stack, first = Stack(name, backend=backend), leaf()
     want, h = stack(first, history()), history()
+    norm = [(X, {"out_norm": NORM}, ValueError, "out_norm must be None")] * (name == "post-norm")
     for y, options, error, words in FIRST:
         with pytest.raises(error, match=f"^{stack.depth.name}: .*{words}"):
             stack.depth(**{"y": y, "history": h} | options)
         assert len(h) == 0
     x = stack.push(first, h)
-    for y, options, error, words in SECOND:
+    for y, options, error, words in SECOND + norm:
         with pytest.raises(error, match=f"^{stack.depth.name}: .*{words}"):
             stack.depth(y, h, **options)
         assert len(h) == 1, "a refused push changed the history"
@@ -60,26 +60,29 @@ def test_a_push_that_does_not_fit(backend, name):
 
 @EACH
 def test_histories(backend, name):
-    a, b, h = Stack(name, backend=backend), Stack(name, backend=backend), history()
-    x = a.push(leaf(), h)
+    a, b, y, h = Stack(name, backend=backend), Stack(name, backend=backend), leaf(), history()
+    x = a.push(y, h)
     with pytest.raises(RuntimeError, match="belongs to another stack"):
         b.push(x, h)
+    for learning in (True, False):
+        h = history()
+        with torch.set_grad_enabled(learning):
+            x = a.push(y, h)
+        # It would cut its state and all states below out of the graph.
+        with torch.set_grad_enabled(not learning), pytest.raises(RuntimeError, match="grad mode"):
+            a.push(x, h)
     h = history()
-    out = a(leaf(), h)
+    x = a.xs(y, h, 5)[-1]
+    torch.autograd.grad(x.sum(), y, retain_graph=True)
+    # Backward has written over states that later rows read.
+    with pytest.raises(RuntimeError, match="inplace=False"):
+        a.push(x, h)
+    h = history()
+    out = a(y, h)
     with pytest.raises(RuntimeError, match=r"9 layers push 10 states.*new DepthHistory"):
         a.push(out, h)
-    out.sum().backward()
-    with pytest.raises(RuntimeError, match="new"):
-        a.push(leaf(), h)
     given = DepthHistory(inplace=False)
     assert (given or DepthHistory()) is given
-
-
-def test_post_norm_refuses_a_second_norm():
-    stack, h = Stack("post-norm"), history()
-    x = stack.push(leaf(), h)
-    with pytest.raises(ValueError, match="out_norm must be None"):
-        stack.push(x, h, out_norm=OutNorm(torch.ones(DIM), None, 1e-5))
 
 
 def test_mean_weights_of_something_else():
@@ -96,38 +99,32 @@ def test_mean_weights_of_something_else():
             m.mean_weights(pushed)
 
 
-# A connection, its options, a parameter, its shape, and what then must not be None.
-PARAMETERS = [
-    ("dlcl", {}, "weight", (4, 4), "weight"),
-    ("dlcl", {"weight_type": "group", "groups": 2}, "weight", (4, 4, 2), None),
-    ("dlcl", {"weight_type": "vector"}, "weight", (4, 4, 8), None),
-    ("dlcl", {}, "norm_weight", (4, 8), "norm_weight"),
-    ("dlcl", {}, "norm_bias", (4, 8), None),
-    ("attnres", {}, "query", (4, 8), "query"),
-    ("attnres", {"norm_affine": True}, "norm_weight", (4, 8), "query"),
-    ("relu", {}, "bias", (4, 4), None),
-]
+FORMS = [
+    ("dlcl", {}), ("dlcl", {"weight_type": "group", "groups": 2}),
+    ("dlcl", {"weight_type": "vector"}), ("attnres", {"norm_affine": True}), ("relu", {}),
+]  # fmt: skip
+NEEDED = ("dlcl", "weight"), ("dlcl", "norm_weight"), ("attnres", "query")
 
 
-@pytest.mark.parametrize(("kind", "options", "name", "shape", "needed"), PARAMETERS)
-def test_replaced_parameters(kind, options, name, shape, needed):
+@pytest.mark.parametrize(("kind", "options"), FORMS)
+def test_replaced_parameters(kind, options):
     make, own = CONNECTIONS[kind]
-    connection = make(3, 8, **own | options)
+    for name, p in make(3, 8, **own | options).named_parameters():
+        connection, shape = make(3, 8, **own | options), tuple(p.shape)
 
-    def push_all(value):
-        setattr(connection, name, value)
-        h = DepthHistory()
-        return [connection(torch.ones(3, 8), h) for _ in range(4)]
+        def push_all(value, connection=connection, name=name):
+            setattr(connection, name, value)
+            h = DepthHistory()
+            return [connection(X[:, :8], h) for _ in range(4)]
 
-    assert len(push_all(nn.Parameter(torch.ones(shape, dtype=torch.float64)))) == 4
-    for wrong in ((3, *shape[1:]), shape[:1], (*shape, 1)):
-        with pytest.raises(ValueError, match=f"{name} must be .*{shape[-1]}\\), got \\({wrong[0]}"):
-            push_all(nn.Parameter(torch.ones(wrong)))
-    for dtype in (torch.int64, torch.complex64):
-        with pytest.raises(ValueError, match=f"{name} must have a floating-point dtype"):
-            push_all(nn.Parameter(torch.ones(shape, dtype=dtype), False))
-    if needed:
-        setattr(connection, name, nn.Parameter(torch.ones(shape)))
-        name = needed
-        with pytest.raises(TypeError, match=f"{needed} must be a tensor .*, got None"):
-            push_all(None)
+        assert len(push_all(nn.Parameter(p.detach().double()))) == 4
+        for wrong in ((3, *shape[1:]), shape[:1], (*shape, 1)):
+            words = f"{name} must be .*{shape[-1]}\\), got \\({wrong[0]}"
+            with pytest.raises(ValueError, match=words):
+                push_all(nn.Parameter(torch.ones(wrong)))
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(ValueError, match=f"{name} must have a floating-point dtype"):
+                push_all(nn.Parameter(torch.ones(shape, dtype=dtype), False))
+        if (kind, name) in NEEDED:
+            with pytest.raises(TypeError, match=f"{name} must be a tensor .*, got None"):
+                push_all(None)

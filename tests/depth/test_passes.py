@@ -1,92 +1,18 @@
-"""Passes: parts of a gradient, several passes at once, passes that end early, and their memory."""
+"""Passes: derivatives that are refused, what passes share, and what their end frees."""
 
-import copy
+import contextlib
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from tests.depth.stack import (
-    DIM,
-    EACH,
-    INPLACE,
-    LAYERS,
-    TOKENS,
-    Stack,
-    history,
-    in_float64,
-    leaf,
-    no_gc,
-)
-
-
-@EACH
-@INPLACE
-@settings(max_examples=8)
-@given(
-    rows=st.sets(st.integers(0, LAYERS), min_size=1, max_size=3),
-    of=st.one_of(st.sampled_from(["weights", "all", "all"]), st.integers(0, LAYERS)),
-    top=st.sampled_from([LAYERS, LAYERS, 5]),
-    whole_first=st.booleans(),
-    few=st.one_of(st.just(set()), st.sets(st.integers(0, LAYERS - 1))),
-    do=st.sampled_from(["learn constants", "are constants", "are skipped"]),
-)
-def test_a_part_of_a_gradient(backend, name, inplace, rows, of, top, whole_first, few, do):
-    """A loss on some rows of a stack that may be left before its top. Its gradient is taken of the
-    weights, of a row, or of all leaves. Rows that a second backward never reaches must give it
-    nothing. A few layers ignore their input or are skipped, as in layer drop."""
-    torch.manual_seed(0)
-    stack, y = in_float64(name, backend)
-    weights, constants = next(stack.depth.parameters()), leaf(LAYERS, *y.shape, dtype=y.dtype)
-    everything = [y, *stack.parameters(), *([constants] if do == "learn constants" else [])]
-    fixed, plain = constants if do == "learn constants" else constants.detach(), stack.layer
-
-    def layer(k, x):
-        if k not in few:
-            return plain(k, x)
-        return x if do == "are skipped" else fixed[k] * stack.scales[k]
-
-    stack.layer, found = layer, []
-    for h in (history(inplace), stack.plain()):
-        xs = stack.xs(y, h, top)
-        leaves = {"weights": [weights], "all": everything}.get(of) or [xs[min(of, top)]]
-        if whole_first and not inplace:
-            torch.autograd.grad(xs[-1].sum(), everything, retain_graph=True, allow_unused=True)
-        loss = sum(xs[min(row, top)].square().sum() for row in rows)
-        found.append(torch.autograd.grad(loss, leaves, materialize_grads=True))
-    assert_close(*found)
-
-
-@EACH
-def test_two_parts_in_place_that_do_not_meet(backend, name):
-    """x_9 to x_6, then x_6 to the leaves: allowed in place, and the gradients are right. A push
-    after a part is an error, because backward wrote over states that later rows still read."""
-    stack, y = in_float64(name, backend)
-
-    found, leaves = [], (y, next(stack.depth.parameters()))
-    for h in (history(), stack.plain()):
-        xs = stack.xs(y, h)
-        torch.autograd.grad(xs[9].sum(), xs[6], retain_graph=True)
-        found.append(torch.autograd.grad(xs[6].square().sum(), leaves))
-    assert_close(*found)
-    h = history()
-    x = lower(stack, y, h)
-    torch.autograd.grad(x.sum(), y, retain_graph=True)
-    with pytest.raises(RuntimeError, match="inplace=False"):
-        stack.push(stack.layer(5, x), h)
-
-
-def lower(stack, y, h, layers=5):
-    return stack.xs(y, h, layers)[-1]
+from tests.depth.stack import DIM, EACH, INPLACE, LAYERS, TOKENS, Stack, history, leaf, no_gc
 
 
 @EACH
@@ -145,18 +71,6 @@ def test_a_backward_inside_another_one_is_an_error(name, where):
         loss.backward(retain_graph=True)
 
 
-@EACH
-def test_a_change_of_grad_mode_within_a_pass_is_an_error(backend, name):
-    """A push without gradients would cut its state and all states below out of the graph."""
-    stack, y = Stack(name, backend=backend), leaf()
-    for learning in (True, False):
-        h = history()
-        with torch.set_grad_enabled(learning):
-            x = lower(stack, y, h, 2)
-        with torch.set_grad_enabled(not learning), pytest.raises(RuntimeError, match="grad mode"):
-            stack.push(x, h)
-
-
 # ---- what passes share ---------------------------------------------------------------------------
 
 
@@ -193,165 +107,68 @@ def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
 # ---- what is freed, by reference counts alone ----------------------------------------------------
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        raise KeyError("layer 5")
-
-
-def step(stack, y, h, below=0):
-    """The layers below layer ``below`` are frozen."""
-    x = stack.push(y, h)
-    for k, scale in enumerate(stack.scales):
-        x = stack.push(torch.tanh(x * (scale.detach() if k < below else scale)), h)
-    loss = x.square().sum()
-    loss.backward()
-    return loss
-
-
-def frozen(stack, y, h, *, connection=True, **options):
-    stack.depth.requires_grad_(connection)
-    return step(stack, y.detach(), h, **options)
-
-
-def without_gradients(context):
-    def forward(stack, y, h):
-        with context():
-            return stack(y, h)
-
-    return forward
-
-
-def nothing_learns(stack, y, h):
-    stack.requires_grad_(False)
-    return stack(y.detach(), h)
-
-
-def broken(where):
-    def run(stack, y, h):
+@EACH
+@pytest.mark.parametrize(
+    "learns",
+    ["everything", "connection", "layers", "upper layers", "nothing", "no_grad", "inference_mode"],
+)
+def test_the_end_of_a_pass_frees_the_states(backend, name, learns):
+    """Although the caller keeps the history and the result. Where the first boundaries need no
+    gradient, they have no autograd node that does it."""
+    stack, y, h = Stack(name, backend=backend), leaf(), history()
+    y.requires_grad_(learns not in ("connection", "layers", "upper layers", "nothing"))
+    stack.depth.requires_grad_(learns not in ("layers", "upper layers", "nothing"))
+    stack.scales.requires_grad_(learns != "nothing")
+    with no_gc(), getattr(torch, learns, contextlib.nullcontext)():
         x = stack.push(y, h)
-        for k in range(1, LAYERS + 1):
-            if k == 5 and where != "backward":
-                raise KeyError("layer 5")
-            x = Broken.apply(x) if k == 5 else x
-            f = lambda x, k=k: torch.tanh(stack.push(x, h, index=k))  # noqa: E731
-            x = checkpoint(f, x, use_reentrant=False) if where == "checkpointed" else f(x)
-        x.sum().backward()
-
-    def raises(stack, y, h):
-        # A checkpointed function refers to h and h to the graph. close cuts it.
-        with pytest.raises(KeyError):
-            run(stack, y, h)
-        if where == "checkpointed":
-            h.close()
-
-    return raises
-
-
-FREED = {
-    "a step": step,
-    "a frozen embedding": frozen,
-    "a frozen connection": partial(frozen, connection=False),
-    "frozen layers": partial(frozen, connection=False, below=3),
-    "no grad": without_gradients(torch.no_grad),
-    "inference": without_gradients(torch.inference_mode),
-    "nothing learns": nothing_learns,
-}
-"""Passes whose end frees the states, although the caller keeps the history and the result. Where
-the first boundaries need no gradient, they have no autograd node that does it."""
-DROPPED = {
-    "no backward": lambda stack, y, h: stack(y, h),
-    "half of forward": lower,
-    "half of forward without gradients": lambda s, y, h: without_gradients(torch.no_grad)(
-        partial(lower, s), y, h
-    ),
-    **{f"broken {where}": broken(where) for where in ("forward", "checkpointed", "backward")},
-}
-"""Passes that hold their states until the caller drops the history and the result."""
+        alive = weakref.ref(h.depth_pass.states)
+        for k in range(LAYERS):
+            assert h.nbytes > 0
+            x = stack.push(x if learns == "upper layers" and k < 3 else stack.layer(k, x), h)
+        if x.requires_grad:
+            x.sum().backward()
+        assert alive() is None
+    assert (h.nbytes, len(h)) == (0, LAYERS + 1)
+    with pytest.raises(RuntimeError, match="new DepthHistory"):
+        stack.push(y, h)
 
 
 @EACH
 @INPLACE
-@pytest.mark.parametrize("way", FREED | DROPPED)
-def test_the_states_are_freed(backend, name, inplace, way):
-    stack, y, alive = Stack(name, backend=backend), leaf(), []
-    other, push = copy.deepcopy(stack), stack.push
+@pytest.mark.parametrize("end", ["none", "no_grad", "forward", "checkpointed", "backward"])
+def test_the_states_of_a_pass_that_ends_early_are_freed(backend, name, inplace, end):
+    """With the history and the result: without backward, half-way without gradients, and where a
+    layer fails in forward, in a checkpointed function, or in backward. A history does not hold the
+    graph: a caller who keeps it keeps the states, not the activations."""
+    stack, y = Stack(name, backend=backend), leaf()
 
-    def watched(y, h, **call):
-        x = push(y, h, **call)
-        if not alive:
-            alive.append(weakref.ref(h.depth_pass.states))
-        assert h.nbytes > 0 or len(h) > LAYERS
+    def run(h):
+        x = stack.push(y, h)
+        for k in range(LAYERS):
+            if k == 4 and end == "backward":
+                x.register_hook(lambda _: 1 // 0)
+            elif k == 4 and end != "none":
+                raise ZeroDivisionError
+
+            def layer(x, k=k):
+                return stack.push(stack.layer(k, x), h, index=k + 1)
+
+            x = checkpoint(layer, x, use_reentrant=False) if end == "checkpointed" else layer(x)
+        if end == "backward":
+            x.sum().backward()
         return x
 
-    stack.push = watched
-    with no_gc():
-        h = history(inplace if "frozen" not in way and way != "a step" else True)
-        kept = (FREED | DROPPED)[way](stack, y, h)
-        if way in FREED:
-            assert alive[0]() is None
-            assert (h.nbytes, len(h)) == (0, LAYERS + 1)
-            with pytest.raises(RuntimeError, match="new DepthHistory"):
-                push(y, h)
-            assert kept is not None
-        else:
-            del kept, h
-            assert alive[0]() is None
-    if "broken" in way:
-        losses = (s(y, history(inplace)).sum() for s in (stack, other))
-        got, want = (
-            torch.autograd.grad(loss, (y, *s.parameters()))
-            for loss, s in zip(losses, (stack, other), strict=True)
-        )
-        assert_close(got, want)
-
-
-def test_who_holds_the_states_and_the_graph(backend):
-    """The graph needs the states. A history does not hold the graph: a caller who keeps the
-    history of a finished pass keeps its states, not its activations."""
-    stack, y = Stack(backend=backend), leaf()
-    with no_gc():
-        h = history()
-        out = stack(y, h)
-        alive, node = weakref.ref(h.depth_pass.states), weakref.ref(out.grad_fn)
+    with no_gc(), getattr(torch, end, contextlib.nullcontext)():
+        h, out = history(inplace), None
+        with contextlib.suppress(ZeroDivisionError):
+            out = run(h)
+        alive = weakref.ref(h.depth_pass.states)
+        if end == "none":
+            node = weakref.ref(out.grad_fn)
+            del out
+            assert node() is None
+        if end == "checkpointed":
+            # A checkpointed function refers to h and h to the graph. close cuts it.
+            h.close()
         del h
-        assert alive() is not None
-        h = history()
-        out = stack(y, h)
-        node = weakref.ref(out.grad_fn)
-        del out
-        assert node() is None
-    assert len(h) == LAYERS + 1
-
-
-@INPLACE
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_loss_beside_each_layer_alone(backend, inplace, checkpointed):
-    """No boundary learns, and the last push frees the states."""
-    stack, y = Stack(backend=backend), leaf().detach()
-    stack.depth.requires_grad_(False)
-
-    def layer(x, k, h):
-        loss = torch.tanh(x * stack.scales[k]).square().sum()
-        return stack.push(torch.tanh(x), h, index=k + 1), loss
-
-    def gradient(h, wrap):
-        x, losses = stack.push(y, h), []
-        for k in range(LAYERS):
-            x, loss = wrap(layer, x, k, h)
-            losses.append(loss)
-        assert not x.requires_grad
-        assert len(losses) == LAYERS
-        return torch.autograd.grad(sum(losses), stack.scales)
-
-    def call(f, *args):
-        return f(*args)
-
-    h = history(inplace)
-    got = gradient(h, partial(checkpoint, use_reentrant=False) if checkpointed else call)
-    assert h.nbytes == 0
-    assert_close(got, gradient(stack.plain(), call))
+        assert alive() is None

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from deepfast.memory import POLICIES, format_bytes, parse_bytes, plan
-from deepfast.memory.flops import recomputed_flops, step_flops
+from deepfast.memory.flops import recomputed_flops
 from deepfast.memory.recording import _record, recording
-from deepfast.memory.table import describe, lines
-from deepfast.nn import TransformerDecoder, TransformerEncoder
+from deepfast.memory.table import describe
 
 MODEL = {"dim": 512, "tokens": 8192}
 # A loss over few words is counted faster.
@@ -47,11 +46,14 @@ SLOW = pytest.mark.slow
     pytest.param("tokens", {"decoder_connection": "dlcl", "decoder_layers": 2}, marks=SLOW),
 ])  # fmt: skip
 def test_solving_inverts(free, kind):
+    """And runs few further small models, each of which takes about a second. More layers need
+    none."""
     sizes = {"num_layers": 30, "dim": 512, "tokens": 4096}
     kind = kind | {"vocab_size": SMALL["vocab_size"]}
-    budget = plan(**sizes, **kind).budget
+    budget, before = plan(**sizes, **kind).budget, _record.cache_info().misses
     given = {name: value for name, value in sizes.items() if name != free}
     found = plan(budget=budget, **given, **kind)
+    assert _record.cache_info().misses - before <= (0 if free == "num_layers" else 8)
     assert getattr(found.sizes, free) == sizes[free]
     assert found.fits
     # One more does not fit, and the plan says so.
@@ -61,9 +63,9 @@ def test_solving_inverts(free, kind):
     assert more.advice
 
 
-def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
-    sizes = {"num_layers": 40, **SMALL}
-    smallest = plan(**sizes)
+def test_the_smallest_budget_is_that_of_the_most_frugal_policy_and_costs_time():
+    sizes = {"num_layers": 30, **SMALL}
+    smallest, most = plan(**sizes), plan(**sizes, budget="1TiB")
     assert smallest.fits
     assert smallest.budget == min(
         plan(**sizes, budget="1TiB", recompute=p, decoder_recompute=d).peak
@@ -71,19 +73,14 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy():
         for d in POLICIES[:-1]
     )
     assert plan(**sizes, recompute="ffn", decoder_recompute="none").budget > smallest.budget
-
-
-def test_a_smaller_budget_costs_time_and_never_more_memory():
-    sizes = {"num_layers": 30, **SMALL}
-    smallest = plan(**sizes).budget
-    most = plan(**sizes, budget="1TiB").peak
-    before = 1.0
+    times = [1.0]
     for part in (1.0, 0.6, 0.2, 0.0):
-        found = plan(**sizes, budget=int(smallest + part * (most - smallest)))
+        budget = int(smallest.budget + part * (most.peak - smallest.budget))
+        found = plan(**sizes, budget=budget)
         assert found.fits
-        assert found.time >= before
-        before = found.time
-    assert before > 1.1
+        times.append(found.time)
+    assert times == sorted(times)
+    assert times[-1] > 1.1
 
 
 def test_policies_may_be_mixed_and_are_the_cheapest_of_their_kind():
@@ -120,25 +117,6 @@ def test_what_a_plan_says():
     assert found.table["optimizer"] == 8 * found.sizes.parameters
     assert found.table["allocator margin"] > 0
     assert plan(budget="40GiB", **sizes, device="cpu").table["allocator margin"] == 0
-
-
-def test_fewer_heads_of_keys():
-    """Parameters of the stacks, and less of everything that depends on keys and values."""
-    sizes = {"num_layers": 3, "dim": 32, "tokens": 999, "num_heads": 8, "ffn_dim": 40}
-    sizes["decoder_layers"] = 2
-    more, less = (
-        plan(budget="1TiB", **sizes, num_kv_heads=kv, connection="residual", vocab_size=7)
-        for kv in (None, 2)
-    )
-    stacks = [
-        kind(layers, 32, 8, 40, num_kv_heads=2, connection="residual")
-        for kind, layers in ((TransformerEncoder, 3), (TransformerDecoder, 2))
-    ]
-    count = sum(p.numel() for stack in stacks for p in stack.parameters())
-    assert less.sizes.parameters == count + 7 * 32
-    assert less.peak < more.peak
-    assert step_flops(less.sizes) < step_flops(more.sizes)
-    assert "8 heads (2 of the keys)" in lines(less)[0]
 
 
 def test_recomputation_is_that_of_the_design():
@@ -196,38 +174,21 @@ def test_advice_names_what_fits():
 
 
 @SLOW
-@pytest.mark.parametrize(
-    ("num_heads", "budget", "step"), [(None, "8GiB", 64), (6, "650MiB", 48), (6, "480MiB", 12)]
-)
+@pytest.mark.parametrize(("num_heads", "budget", "step"), [(None, "8GiB", 64), (6, "480MiB", 12)])
 def test_the_sizes_advised_are_the_roundest_that_fit(num_heads, budget, step):
     sizes = {"num_layers": 300, "dim": 1536, "tokens": 1024, "vocab_size": 1000,
              "decoder_layers": 1, "num_heads": num_heads}  # fmt: skip
     found = plan(budget=budget, **sizes)
     told = found.what_fits
-    most = {"layers": told.num_layers, "tokens": told.tokens, "wide": told.dim}
-    parts = " or ".join(f"{count} {noun}" for noun, count in most.items() if count is not None)
-    needed = format_bytes(told.budget, up=True)
-    assert found.advice == f"what fits is {parts}; unchanged it needs a budget of {needed}"
+    assert found.advice.startswith("what fits is ")
+    assert found.advice.endswith(
+        f"{told.dim} wide; unchanged it needs a budget of {format_bytes(told.budget, up=True)}"
+    )
     assert told.dim % step == 0
     for name, more in (("num_layers", 1), ("tokens", 1), ("dim", step)):
         if (count := getattr(told, name)) is not None:
             assert plan(budget=budget, **sizes | {name: count}).fits
             assert not plan(budget=budget, **sizes | {name: count + more}).fits
-
-
-@pytest.mark.parametrize(("free", "most"), [
-    ("num_layers", 1), pytest.param("tokens", 5, marks=SLOW), pytest.param("dim", 6, marks=SLOW),
-])  # fmt: skip
-def test_few_small_models_are_run(free, most):
-    """A run takes about a second. The same question takes none."""
-    sizes = {"num_layers": 40, "dim": 256, "tokens": 3000, "decoder_layers": 0} | {free: None}
-    runs = []
-    for _ in range(2):
-        before = _record.cache_info().misses
-        plan(budget="8GiB", **sizes)
-        runs.append(_record.cache_info().misses - before)
-    assert runs[0] <= most
-    assert runs[1] == 0
 
 
 @SLOW

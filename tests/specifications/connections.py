@@ -43,6 +43,12 @@ def attention_row(m, v, row):
     return total
 
 
+def normalised(x, weight, bias, eps, rms):
+    if rms:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 class PlainHistory:
     """In place of a history: keeps what is pushed, and computes every row from all of it.
 
@@ -56,12 +62,10 @@ class PlainHistory:
             self.w = applied_weight(m, self.p["weight"])
 
     def norm(self, x, k):
-        m, p = self.m, self.p
+        m, weight, bias = self.m, self.p["norm_weight"], self.p.get("norm_bias")
         if k == 0 and not m.normalize_embedding:
             return x
-        if m.norm_type == "rms":
-            return F.rms_norm(x, (m.dim,), p["norm_weight"][k], m.eps)
-        return F.layer_norm(x, (m.dim,), p["norm_weight"][k], p["norm_bias"][k], m.eps)
+        return normalised(x, weight[k], None if bias is None else bias[k], m.eps, bias is None)
 
     def push(
         self, y, *, index=None, residual=None, dropout_p=0.0, seed=0, out_norm=None, return_x=True
@@ -78,10 +82,4 @@ class PlainHistory:
             x = self.norm(x, k) if m.norm == "post" else x
         if out_norm is None:
             return x
-        weight, bias, eps, rms = out_norm
-        n = (
-            F.rms_norm(x, (m.dim,), weight, eps)
-            if rms
-            else F.layer_norm(x, (m.dim,), weight, bias, eps)
-        )
-        return x if return_x else None, n
+        return x if return_x else None, normalised(x, *out_norm)

@@ -3,23 +3,11 @@
 Wu et al., Depth Growing for Neural Machine Translation, ACL 2019, Eq. 1 to 3.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
-
-Encoder = Callable[[Tensor], Tensor]
-Decoder = Callable[[Tensor, Tensor], Tensor]
 
 
 def depth_growing(
-    x: Tensor,
-    y: Tensor,
-    enc1: Encoder,
-    dec1: Decoder,
-    enc2: Encoder,
-    dec2: Decoder,
-    *,
-    norms: tuple[Encoder, Encoder] | None = None,
+    x: Tensor, y: Tensor, enc1, dec1, enc2, dec2, *, norms=None
 ) -> tuple[Tensor, Tensor]:
     """The states s1 of the shallow and s2 of the deep network, before the shared projection.
 

@@ -6,18 +6,12 @@ Bapna et al., Training Deeper Neural Machine Translation Models with Transparent
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
-
-from deepfast.reference.layer_norm import normalise
 
 
 def transparent_attention(
-    states: Sequence[Tensor],
-    weight: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
+    states: Sequence[Tensor], weight: Tensor, *, norm_weight=None, norm_bias=None, eps=1e-5
 ) -> list[Tensor]:
     """``z_j = sum_k softmax(weight[j])[k] * h_k`` for each decoder layer j.
 
@@ -26,14 +20,8 @@ def transparent_attention(
     states: the embedding and the outputs of L encoder layers, (..., D) each. weight: (M, L+1).
     norm_weight, norm_bias: (L+1, D), or None for no LN.
     """
-    mixtures = []
-    for logits in weight:
-        share = logits.softmax(0)
-        total = 0.0
-        for k, state in enumerate(states):
-            h = state
-            if norm_weight is not None:
-                h = normalise(state, eps)[0] * norm_weight[k] + norm_bias[k]
-            total = total + share[k] * h
-        mixtures.append(total)
-    return mixtures
+    if norm_weight is not None:
+        norms = zip(states, norm_weight, norm_bias, strict=True)
+        states = [F.layer_norm(h, h.shape[-1:], gain, shift, eps) for h, gain, shift in norms]
+    shares = weight.softmax(1)
+    return [sum(p * h for p, h in zip(row, states, strict=True)) for row in shares]
