@@ -16,35 +16,37 @@ from tests.mt.search.conftest import Table, grown, lively, recurrent
 SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [0, 0, 7, 3]])
 
 
-def random_rule(seed, vocab_size, scale=2.0):
+def random_rule(seed):
     """Random logits, the same for the same prefix."""
 
     def rule(sentence, prefix):
         number = hash((seed, sentence, *prefix)) % (1 << 62)
         generator = torch.Generator().manual_seed(number)
-        return scale * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+        return 1.5 * torch.randn(9, generator=generator, dtype=torch.float64)
 
     return rule
 
 
-def plain_search(log_probs, tokens, beam, max_length, alpha=0.6, form="gnmt"):
+def plain_search(log_probs, options):
     """The same search for one sentence, without a cache and without stopping early."""
+    tokens = (EOS, 4, 5, 6, 7, 8) if options.no_unknown else (EOS, UNK, 4, 5, 6, 7, 8)
     live, finished = [((), 0.0)], []
     while live:
-        allowed = (EOS,) if len(live[0][0]) == max_length else (EOS, *tokens)
+        allowed = (EOS,) if len(live[0][0]) == options.max_length else tokens
         candidates = [
             ((*prefix, token), total + float(row[token]))
             for prefix, total in live
             for row in [log_probs(prefix)]
             for token in allowed
         ]
-        candidates = sorted(candidates, key=lambda c: -c[1])[:beam]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: options.beam]
         live = [c for c in candidates if c[0][-1] != EOS]
         for path, total in candidates:
             if path[-1] == EOS:
-                divisor = (len(path) if form == "power" else (5 + len(path)) / 6) ** alpha
-                finished.append(Hypothesis(path[:-1], total / divisor, total))
-    return sorted(finished, key=lambda h: -h.score)
+                base = len(path) if options.length_form == "power" else (5 + len(path)) / 6
+                score = total / base**options.length_penalty
+                finished.append(Hypothesis(path[:-1], score, total))
+    return sorted(finished, key=lambda h: -h.score)[: options.nbest]
 
 
 def forward_log_probs(model, source):
@@ -72,37 +74,31 @@ def assert_same(got, expected):
 @given(
     seed=st.integers(0, 10_000),
     beam=st.one_of(st.integers(1, 6), st.just(40)),
-    alpha=st.sampled_from([0.0, 0.6, 2.0]),
-    form=st.sampled_from(LENGTH_FORMS),
-    max_length=st.integers(1, 8),
-    no_unknown=st.booleans(),
-    data=st.data(),
-)
-def test_equals_the_plain_search(seed, beam, alpha, form, max_length, no_unknown, data):
+    nbest=st.integers(1, 6),
+    options=st.fixed_dictionaries({
+        "length_penalty": st.sampled_from([0.0, 0.6, 2.0]),
+        "length_form": st.sampled_from(LENGTH_FORMS),
+        "max_length": st.integers(1, 8),
+        "no_unknown": st.booleans(),
+    }),
+)  # fmt: skip
+def test_equals_the_plain_search(seed, beam, nbest, options):
     """Neither pad nor bos is generated."""
-    rule = random_rule(seed, 9, scale=1.5)
-    nbest = data.draw(st.integers(1, beam))
-    options = DecodingOptions(
-        beam=beam, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest,
-        no_unknown=no_unknown,
-    )  # fmt: skip
-    tokens = (4, 5, 6, 7, 8) if no_unknown else (UNK, 4, 5, 6, 7, 8)
+    options = DecodingOptions(beam=beam, nbest=min(nbest, beam), **options)
+    rule = random_rule(seed)
     for index, hypotheses in enumerate(beam_search(Table(rule), SOURCE, options)):
-        expected = plain_search(
-            lambda prefix, index=index: rule(index, prefix).log_softmax(0),
-            tokens, beam, max_length, alpha, form,
-        )  # fmt: skip
-        assert_same(hypotheses, expected[:nbest])
+        log_probs = lambda prefix, i=index: rule(i, prefix).log_softmax(0)  # noqa: E731
+        assert_same(hypotheses, plain_search(log_probs, options))
 
 
 @pytest.mark.parametrize("make", [lively, recurrent])
 def test_cached_search_equals_the_plain_search_without_cache(make):
     """Each sentence alone, without padding."""
     model = make().double()
-    got = beam_search(model, SOURCE, DecodingOptions(beam=4, nbest=4, max_length=6))
-    for source, hypotheses in zip(SOURCE, got, strict=True):
+    options = DecodingOptions(beam=4, nbest=4, max_length=6)
+    for source, hypotheses in zip(SOURCE, beam_search(model, SOURCE, options), strict=True):
         log_probs = forward_log_probs(model, source[source != PAD][None])
-        assert_same(hypotheses, plain_search(log_probs, (UNK, 4, 5, 6, 7, 8), 4, 6)[:4])
+        assert_same(hypotheses, plain_search(log_probs, options))
 
 
 @pytest.mark.parametrize("make", [lively, grown, recurrent])

@@ -75,17 +75,6 @@ def test_the_recipe_of_the_checkpoint_says_how_to_decode(model, vocabulary, writ
         assert found.out.splitlines() == translate_lines(model, vocabulary, LINES, options)
 
 
-def test_score(tmp_path, capsys):
-    paths = tmp_path / "hypotheses", tmp_path / "references.gz"
-    paths[0].write_text("the Small house stands here\n", encoding="utf-8")
-    paths[1].write_bytes(gzip.compress(b"the small house stands here\n"))
-    command = ["mt", "score", *map(str, paths)]
-    assert main(command) == 0
-    assert "BLEU lower-case 100.00" in capsys.readouterr().out
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bleu_lowercase"] == pytest.approx(100)
-
-
 def test_the_tokenizer_is_chosen_and_said(model, write, source, text, capsys):
     chinese = text(["那座旧桥已经关闭。"] * 4, "chinese")
     two, checkpoint = [chinese] * 2, write(model, recipe={"data": {"target_language": "zh"}})
@@ -100,6 +89,8 @@ def test_the_tokenizer_is_chosen_and_said(model, write, source, text, capsys):
             f"BLEU            {score}  nrefs:1|case:mixed|eff:no|tok:{tokenizer}"
         )
         assert ("most references have no space" in said.err) == (tokenizer != "zh")
+    assert main(["mt", "score", *two, "--tokenize", "zh", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(100)
 
 
 def test_references_of_a_model_of_lower_cased_text(expected, model, write, source, text, capsys):

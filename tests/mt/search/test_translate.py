@@ -46,9 +46,6 @@ def test_order_and_scores_are_those_of_lines_alone(model, vocabulary, max_tokens
     assert translate_lines(model, vocabulary, lines, options) == [best[0].text for best in found]
 
 
-# ---- several models, of one kind and of two ------------------------------------------------------
-
-
 @pytest.fixture
 def models(model, vocabulary):
     size = len(vocabulary)
@@ -109,9 +106,6 @@ def test_lines_of_several_languages():
     assert alone[0] != alone[1]
 
 
-# ---- deep-shallow decoding -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 0.0), (0.3, 1.2), (1.0, -0.4)])
 def test_ranked_by_the_formula(alpha, gamma):
     """Of equals the first comes first, and each text is there once, with its better score."""
@@ -150,9 +144,6 @@ def test_each_judges_the_others_in_the_order_of_lines(grown_model, vocabulary):
         assert [h.score for h in best] == pytest.approx(scores, abs=1e-4)
     # The two networks must disagree here, or the test would show little.
     assert differing > 0
-
-
-# ---- the options with the best BLEU on a text ----------------------------------------------------
 
 
 def right(references, tokenize):
