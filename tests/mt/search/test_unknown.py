@@ -74,8 +74,9 @@ def test_behind_a_language_tag_the_same_word():
     for word in ("the", "bridge"):
         place = last_piece(vocabulary, line, word)
         assert aligned_words(Looks([place]), vocabulary, line, [[UNK]], {}) == [[word]]
-    # Most attention may be on the tag, but it is no word.
+    # Most attention may be on the tag, but it is no word. Alone it is one.
     assert aligned_words(Looks([0]), vocabulary, line, [[UNK]], {})[0][0] in line.split()[1:]
+    assert aligned_words(Looks([0]), vocabulary, "<de>", [[UNK]], {}) == [["<de>"]]
 
 
 def test_models_with_attention(model, vocabulary, monkeypatch):
