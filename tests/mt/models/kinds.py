@@ -61,7 +61,6 @@ TRANSFORMERS = {
 }  # fmt: skip
 GROWING = {
     "as the paper": {"norm": "post", "encoder_connection": "residual"},
-    "as the code": {"norm": "post", "encoder_connection": "residual", "embedding_norm": True},
     "dlcl below": {},
     "dlcl on top": {"encoder_connection": "residual", "top_encoder_connection": "dlcl",
                     "top_decoder_connection": "dlcl",
