@@ -16,10 +16,6 @@ from deepfast.measure.bench_ops import CASES, PASSES, Sizes
 TOY = ["--tokens", "6", "--dim", "8", "--rounds", "1", "--device", "cpu"]
 
 
-def test_every_op_has_a_case():
-    assert set(ops.__all__) <= set(CASES)
-
-
 @pytest.mark.parametrize("op", CASES)
 def test_both_forms_compute_the_same(op):
     sizes = Sizes(tokens=170, dim=8, sources=3, vocabulary=11, dropout=0.0,
@@ -33,17 +29,13 @@ def test_both_forms_compute_the_same(op):
         torch.testing.assert_close(ours[name], plain[name], check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
-MATRIX_PRODUCTS = {
-    "norm_linear",
-    "add_norm_linear",
-    "feed_forward",
-    "linear_cross_entropy",
-    "peephole_lstm",
-}
+MATRIX_PRODUCTS = {"norm_linear", "add_norm_linear", "feed_forward", "linear_cross_entropy",
+                   "peephole_lstm"}  # fmt: skip
 """Ops whose time they take, so that no copy says how fast they could be."""
 
 
 def test_the_table_has_every_op(capsys):
+    assert set(ops.__all__) <= set(CASES)
     assert main(["bench", "--quick", *TOY]) == 0
     text = capsys.readouterr().out
     assert text.startswith("6 tokens, 8 channels, float32, ")
@@ -56,19 +48,6 @@ def test_the_table_has_every_op(capsys):
             assert min(map(float, (ours, plain, ratio.rstrip("*")))) > 0
             assert bool(copy) != (op in MATRIX_PRODUCTS)
         assert f"\n  {op}: " in forms
-
-
-@pytest.mark.parametrize(("words", "sizes"), [
-    ([], (1024, 512, 5)), (["--quick"], (256, 512, 3)),
-    (["--quick", "--tokens", "7", "--rounds", "9", "--dim", "2"], (7, 2, 9)),
-])  # fmt: skip
-def test_sizes_and_rounds(monkeypatch, words, sizes):
-    asked = []
-    monkeypatch.setattr(
-        bench_ops, "measure", lambda op, s, n, compiled: asked.append((s.tokens, s.dim, n)) or ()
-    )
-    assert main(["bench", "rms_norm", *words]) == 0
-    assert asked == [sizes]
 
 
 @pytest.mark.parametrize("json_", [False, True])
@@ -86,13 +65,10 @@ def test_ctrl_c_leaves_what_was_measured(monkeypatch, capsys, json_):
     assert main(["bench", *words]) == 130
     said = capsys.readouterr()
     assert said.err == "deepfast bench: interrupted\n"
-    if json_:
-        found = json.loads(said.out)
-        assert not found["complete"]
-        assert [row["op"] for row in found["rows"]] == ["norm_linear"] * 2
-    else:
-        assert said.out.count("norm_linear") == 3
-        assert "feed_forward" not in said.out
+    # The table names each op again with what torch runs.
+    assert said.out.count("norm_linear") == 3 - json_
+    assert "feed_forward" not in said.out
+    assert not json_ or not json.loads(said.out)["complete"]
 
 
 @pytest.mark.slow
@@ -118,11 +94,9 @@ def test_json_of_one_op(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["complete"]
     rows = found["rows"]
-    assert [(row["op"], row["pass"]) for row in rows] == [
-        ("add_layer_norm", "forward"), ("add_layer_norm", "forward and backward"),
-    ]  # fmt: skip
+    assert [row["pass"] for row in rows] == [*PASSES]
     for row in rows:
-        assert row["backend"] == "cpu"
+        assert (row["op"], row["backend"]) == ("add_layer_norm", "cpu")
         seconds = row["seconds"]
         assert row["ratio"] == pytest.approx(seconds["torch"] / seconds["deepfast"])
         assert row["fraction_of_copy"] == pytest.approx(seconds["copy"] / seconds["deepfast"])

@@ -28,7 +28,6 @@ def info(monkeypatch, capsys):
 
 def test_every_op_has_its_backend_and_a_reason_for_each_other(info):
     text, report = info()
-    assert report["device"].startswith("cpu (")
     chosen = {op: choice["chosen"] for op, choice in report["ops"].items()}
     assert chosen == dict.fromkeys(backend.OPS, "cpu")
     starts = {line.partition(":")[0] for line in text.splitlines()}
@@ -49,9 +48,7 @@ def test_every_op_has_its_backend_and_a_reason_for_each_other(info):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where no check was made")
 def test_the_mode_of_checks_is_told(info):
-    text, report = info()
-    assert "check    no check was made here; a GPU checks each kernel at its first use; " in text
-    assert report["selfcheck"] == {"mode": "first-use", "file": None, "lines": []}
+    assert "no check was made here; a GPU checks each kernel at its first use; " in info()[0]
     for mode in ("off", "require"):
         text, _ = info(DEEPFAST_SELFCHECK=mode)
         assert f"no check was made here; DEEPFAST_SELFCHECK={mode}: " in text

@@ -2,27 +2,22 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from deepfast.cli import main
-from deepfast.mt.models import TransformerConfig, build
 from deepfast.mt.models.checkpoint import load_model
 from deepfast.mt.training import saving
 from deepfast.mt.training.ranks import Ranks
-from tests.mt.models.kinds import save
-
-CONFIG = TransformerConfig(vocab_size=9, dim=8, num_heads=2, ffn_dim=16, encoder_layers=2,
-                           decoder_layers=1, decoder_connection="dlcl")  # fmt: skip
+from tests.mt.models.kinds import make, save
 
 
 @pytest.fixture(params=["file", "folder"])
 def checkpoint(request, tmp_path):
     """A checkpoint of either form, and its weights."""
-    model = build(CONFIG)
+    model = make("dlcl", torch.float32)
     path = save(tmp_path / "model.pt", model)
     if request.param == "folder":
         content = torch.load(path, weights_only=True)
@@ -54,20 +49,9 @@ def test_a_single_file_translates_and_safetensors_hold_the_weights(checkpoint, t
     assert prune(path, tmp_path / "model.safetensors") == 0
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata()["step"] == "3"
-        assert json.loads(file.metadata()["config"])["dim"] == 8
+        assert json.loads(file.metadata()["config"])["dim"] == 12
         assert set(file.keys()) == set(weights)
         assert all(torch.equal(file.get_tensor(name), w) for name, w in weights.items())
-
-
-def test_layers_that_are_not_used_go(tmp_path, capsys):
-    model, out = build(replace(CONFIG, encoder_layers=3, encoder_connection="latent")), "out.pt"
-    with torch.no_grad():
-        model.encoder.latent.logits.copy_(torch.tensor([[1.0, -1, 1]]))
-    assert prune(save(tmp_path / "in.pt", model), tmp_path / out) == 0
-    assert "encoder: 2 of 3 layers\n" in capsys.readouterr().out
-    assert load_model(tmp_path / out)[0].config.encoder_layers == 2
-    assert prune(save(tmp_path / "in.pt", build(CONFIG)), tmp_path / out, "--language", "fr") == 1
-    assert "expected a pre-norm model with latent depth and lat" in capsys.readouterr().err
 
 
 def test_pipes_and_checkpoints_to_resume_from_stay(checkpoint, tmp_path, capsys):

@@ -29,7 +29,6 @@ BENCH = ["bench", "layer_norm", "--tokens", "1", "--dim", "2", "--rounds", "1"]
         (["info"], "closed", f"deepfast info: {CLOSED}\n"),
         (["info"], "unread", ""),
         # A table ends with its reader as text does.
-        (BENCH, "closed", f"deepfast bench: {CLOSED}\n"),
         (BENCH, "unread", ""),
         (["--version"], "closed", f"deepfast: {CLOSED}\n"),
         (["mt", "score", "--help"], "closed", f"deepfast mt score: {CLOSED}\n"),

@@ -32,10 +32,6 @@ def text(tmp_path):
     return ParallelText(*paths, tags=["<de>"])
 
 
-def as_lists(found):
-    return [(list(source), list(target)) for source, target in found]
-
-
 @pytest.mark.parametrize("lowercase", [False, True])
 @pytest.mark.parametrize("at_once", [2, 1000])
 def test_what_is_read_is_what_was_encoded(
@@ -48,26 +44,21 @@ def test_what_is_read_is_what_was_encoded(
     if lowercase:
         kept = [(source.lower(), target.lower()) for source, target in kept]
     wanted = vocabulary.encode_pairs(kept)
-    assert as_lists(found) == wanted
-    assert len(found) == len(wanted) == 12
     assert found.dropped == 3
-    assert found.unknown == sum(side.count(1) for pair in wanted for side in pair) > 0
     assert (found.place(0), found.place(1)) == (f"{text.source}:1", f"{text.source}:3")
-    assert found.source.ids.dtype == np.uint16
     assert isinstance(found.target.ids, np.memmap)
-    assert not found.target.ids.flags.writeable
-    memory = Pairs.of(wanted)
-    assert as_lists(memory) == wanted
-    assert memory.unknown == found.unknown
-    assert list(memory.source.lengths) == list(found.source.lengths)
+    assert found.target.ids.dtype == np.uint16
+    for one in (found, Pairs.of(wanted)):
+        assert [(list(source), list(target)) for source, target in one] == wanted
+        assert one.unknown == sum(side.count(1) for pair in wanted for side in pair) > 0
 
 
 def test_other_text_vocabulary_or_case_is_another_folder(text, vocabulary, tmp_path):
     cache = tmp_path / "cache"
-    other = Vocabulary.train(["one two eins zwei drei 1 One"] * 9, 40, at_most=True, tags=["<de>"])
-    options = [(vocabulary, False), (vocabulary, True), (other, False)]
-    options.append((vocabulary.with_target(other), False))
-    digests = {prepare(text, v, cache, lowercase=case).digest for v, case in options}
+    other = Vocabulary.train(["one two eins zwei drei 1 One"] * 9, 40, at_most=True)
+    vocabularies = vocabulary, other, vocabulary.with_target(other)
+    digests = {prepare(text, v, cache).digest for v in vocabularies}
+    digests.add(prepare(text, vocabulary, cache, lowercase=True).digest)
     text.target.write_text(text.target.read_text("utf-8").replace("drei", "zwei"), "utf-8")
     text = ParallelText(text.source, text.target, text.tags)
     digests.add(prepare(text, vocabulary, cache).digest)
@@ -78,35 +69,28 @@ def test_other_text_vocabulary_or_case_is_another_folder(text, vocabulary, tmp_p
     assert len(digests) == 5 == len([path for path in cache.iterdir() if path.is_dir()])
 
 
-def test_a_text_that_cannot_be_read_leaves_no_pairs(text, vocabulary, tmp_path):
-    text.target.write_bytes(text.target.read_bytes() + b"\xff\n")
-    (tmp_path / "file").touch()
-    for name, told in (("cache", "expected UTF-8"), ("file", "file: cannot be made")):
-        with pytest.raises(DataError, match=told):
-            prepare(text, vocabulary, tmp_path / name)
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-def test_what_a_killed_process_left_in_the_cache_is_removed(text, vocabulary, tmp_path):
+def test_what_a_killed_process_left_and_damage_and_a_full_disk(
+    text, vocabulary, tmp_path, monkeypatch
+):
     cache = tmp_path / "cache"
     folder = cache / prepare(text, vocabulary, cache).digest
     folder.rename(cache / f".{folder.name}.part")
     prepare(text, vocabulary, cache)
     assert {path.name for path in cache.iterdir()} == {folder.name, f".{folder.name}.lock"}
-
-
-def test_a_full_disk_and_damaged_ids_are_named(text, vocabulary, tmp_path, monkeypatch):
-    folder = tmp_path / prepare(text, vocabulary, tmp_path).digest
     os.truncate(folder / "target.ids", 8)
-    with pytest.raises(DataError, match=f"{folder}: the ids of a text are damaged"):
-        prepare(text, vocabulary, tmp_path)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pairs.SentenceWriter, "add", full)
-    with pytest.raises(DataError, match=r"full/.*: cannot be written \(No space left on device\)"):
-        prepare(text, vocabulary, tmp_path / "full")
+    (tmp_path / "file").touch()
+    for name, told in (
+        ("cache", f"{folder}: the ids of a text are damaged"),
+        ("file", "file: cannot be made"),
+        ("full", r"full/.*: cannot be written \(No space left on device\)"),
+    ):
+        with pytest.raises(DataError, match=told):
+            prepare(text, vocabulary, tmp_path / name)
     assert not [path for path in (tmp_path / "full").iterdir() if path.is_dir()]
 
 

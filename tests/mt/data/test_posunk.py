@@ -25,9 +25,7 @@ def test_a_target_with_marks_comes_back():
     translations = {"portico": "portique", "ecotax": "écotaxe"}
     assert without_marks(SOURCE, " ".join(given), translations) == " ".join(TARGET)
     assert without_marks(SOURCE, " ".join(given), {}) == "le portico ecotax de Pont-de-Buis"
-
-
-def test_marks_without_a_source_word():
+    # Marks without a source word.
     assert annotated(["x", "y"], [], set()) == ["<unk:null>"] * 2
     assert [mark(d) for d in (7, 8, -7, -8, None)] == [
         "<unk:+7>", "<unk:null>", "<unk:-7>", "<unk:null>", "<unk:null>"
@@ -38,9 +36,9 @@ def test_marks_without_a_source_word():
 
 
 def test_a_dictionary(tmp_path):
-    counts = {"b": Counter(["y", "v"]), "a": Counter(["x", "z", "z"])}
-    write_translations(tmp_path / "dictionary", counts)
-    assert read_translations(tmp_path / "dictionary") == {"a": "z", "b": "y"}
-    (tmp_path / "dictionary").write_text("a\tz\nb\n")
+    path, counts = tmp_path / "dictionary", {"b": Counter("yv"), "a": Counter("xzz")}
+    write_translations(path, counts)
+    assert read_translations(path) == {"a": "z", "b": "y"}
+    path.write_text("a\tz\nb\n")
     with pytest.raises(DataError, match="a tab and its translation in line 2"):
-        read_translations(tmp_path / "dictionary")
+        read_translations(path)

@@ -38,15 +38,12 @@ def test_round_trip_with_fixed_ids(vocabulary):
     assert vocabulary.decode(vocabulary.encode("  the \t dog\x0bthe\x1cdog ")) == "the dog the dog"
     assert vocabulary.pieces("dog\x0bthe") == vocabulary.pieces("dog the")
     assert (vocabulary.encode(""), vocabulary.decode([])) == ([], "")
-
-
-def test_unknown_characters(vocabulary):
+    # Unknown characters.
     known = vocabulary.encode("dog")
     assert vocabulary.encode("dog 漢").count(1) == 1
     assert vocabulary.decode([1, *known, 1, 1]) == "⁇ dog ⁇ ⁇"
     assert vocabulary.decode([1, *known, 1], unknown="a▁b") == "a▁b dog a▁b"
-    for special in ("<s>", "</s>", "<pad>"):
-        assert not {0, 2, 3} & set(vocabulary.encode(f"the {special} dog"))
+    assert not {0, 2, 3} & set(vocabulary.encode("the <s> </s> <pad> dog"))
 
 
 def test_learning_is_deterministic_and_silent(vocabulary, capfd):
@@ -60,17 +57,14 @@ def test_learning_is_deterministic_and_silent(vocabulary, capfd):
 
 @pytest.mark.parametrize(
     ("size", "limit"),
-    [(9000, "too high .9000.. Please set it to a value <= "), (10, "required_chars. 10 vs ")],
+    [(9000, r"a value <= (\d+)\. In a recipe data\.vocab_at_most=true"), (10, r"10 vs (\d+)\.?$")],
 )
 def test_a_wrong_size_names_the_limit(size, limit):
-    said = rf"a vocabulary of size {size} cannot be learned: Vocabulary size .*{limit}"
-    sentence = rf"{said}(\d+)\.?( In a recipe .*)?$"
+    sentence = rf"^a vocabulary of size {size} cannot be learned: Vocabulary size .*{limit}"
     with pytest.raises(DataError, match=sentence) as caught:
         Vocabulary.train(SENTENCES, size)
     fits = int(re.search(sentence, str(caught.value))[1])
-    assert len(Vocabulary.train(SENTENCES, fits)) == fits
-    if size > fits:
-        assert len(Vocabulary.train(SENTENCES, size, at_most=True)) == fits
+    assert len(Vocabulary.train(SENTENCES, max(size, fits), at_most=True)) == fits
 
 
 def test_a_target_with_its_own_pieces(vocabulary, tmp_path):
@@ -85,14 +79,10 @@ def test_a_target_with_its_own_pieces(vocabulary, tmp_path):
         copy = Vocabulary.from_bytes(one.to_bytes())
         assert (copy, copy.target) == (one, one.target)
         assert copy.encode(SENTENCES[1]) == one.encode(SENTENCES[1])
-        assert copy.fingerprint() == one.fingerprint()
-    assert both.fingerprint() != vocabulary.fingerprint()
     assert both not in (vocabulary, target.with_target(vocabulary))
     both.save(tmp_path / "vocabulary.model")
     assert Vocabulary.load(tmp_path / "source.model") == vocabulary
     assert Vocabulary.load(tmp_path / "target.model") == target
-    with pytest.raises(DataError, match="vocabulary: "):
-        Vocabulary.from_bytes(both.to_bytes()[:-40])
 
 
 def test_what_is_no_whole_vocabulary(vocabulary, tmp_path):
@@ -131,13 +121,8 @@ def test_tags_are_one_token_in_front():
     assert tagged.encode("<de> the dog") == tagged.encode("  <de>  the dog") == [4, *plain]
     assert tagged.pieces("<de> the dog") == ["<de>", *tagged.pieces("the dog")]
     assert tagged.encode("<fr>") == [5]
-    assert tagged.decode([5, *plain]) == "<fr> the dog"
     # A tag that the vocabulary does not have is text.
     assert tagged.encode("<es> the dog")[0] not in (4, 5)
-    assert Vocabulary.from_bytes(tagged.to_bytes()).tags == tagged.tags
-
-
-def test_split_tag():
     for line, expected in (
         ("<de> a  b", ("<de>", "a  b")),
         ("<de>\t\u00a0a", ("<de>", "a")),

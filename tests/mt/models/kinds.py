@@ -12,7 +12,7 @@ from deepfast.mt.models import (
     kind_of,
 )
 from deepfast.mt.models.checkpoint import save_checkpoint
-from deepfast.nn.connections.fusion import FUSIONS, OPTIONS
+from deepfast.nn.connections.fusion import OPTIONS
 
 # The second source is padded on the left, the third on the right. Ids 4 and 10 are real words.
 SOURCE = torch.tensor([[5, 6, 7, 9, 3], [0, 0, 8, 4, 3], [7, 3, 0, 0, 0]])
@@ -39,48 +39,28 @@ def fused(kind, **changes):
 
 TRANSFORMERS = {
     "dlcl": both("dlcl"),
-    "dlcl, post": both("dlcl", norm="post"),
-    "residual": both("residual"),
     "residual, post": both("residual", norm="post"),
-    "vector": {"dlcl": {"weight_type": "vector", "init": "one", "window": 2}},
-    "group, post": {"norm": "post", "encoder_connection": "residual", "decoder_connection": "dlcl",
-                    "dlcl": {"weight_type": "group", "groups": 3, "softmax": True}},
     "frozen": both("dlcl", dlcl={"weight_type": "vector", "learnable": False}),
-    "denseformer": both("denseformer"),
     "attnres": both("attnres"),
     "block_attnres": both("block_attnres", attnres_block=2),
     "deepnorm, pre-norm decoder": {"norm": "deepnorm", "decoder_norm": "pre",
                                    "encoder_connection": "residual"},
     "rms": {"norm_type": "rms"},
-    "rms, post": {"norm_type": "rms", "norm": "post"},
     "own embeddings": {"share_embeddings": "none", "target_vocab_size": 13},
     "decoder's embedding": {"share_embeddings": "decoder", "target_vocab_size": 13},
     "latent": both("latent"),
     "transparent": {"cross_attention": "transparent", "encoder_connection": "residual"},
-    "transparent, post": {"cross_attention": "transparent", "encoder_connection": "residual",
-                          "norm": "post"},
     "transparent, dlcl": {"cross_attention": "transparent"},
     "transparent, dlcl, post": {"cross_attention": "transparent", "norm": "post"},
-    "transparent, denseformer": {"cross_attention": "transparent",
-                                 "encoder_connection": "denseformer"},
     "fusion of the encoder": fused("attention", decoder_fusion=None),
-} | {
-    f"{kind} fusion, {norm}": fused(kind, norm=norm, decoder_connection="dlcl")
-    for kind in FUSIONS for norm in ("pre", "post")
+    # The fusions of both sides share E.
+    "average fusion": fused("average", fusion={"layer_embeddings": True}),
+    "feed_forward fusion": fused("feed_forward", norm="post", decoder_connection="dlcl"),
+    "attention fusion": fused("attention", decoder_connection="dlcl"),
+    "channel_attention fusion": fused("channel_attention", norm="post"),
 }  # fmt: skip
-# The fusions of both sides share E, with or without the word embedding.
-TRANSFORMERS |= {
-    f"{kind} fusion of layers alone": fused(
-        kind, fusion={n: x for n, x in FUSION.items() if n in OPTIONS[kind]}
-        | {"word_embedding": False, "layer_embeddings": k % 2 == 0},
-    )
-    for k, kind in enumerate(FUSIONS)
-}  # fmt: skip
-ONE_NORM = [f"{kind} fusion, {'pre' if k % 2 else 'post'}" for k, kind in enumerate(FUSIONS)]
-"""Each fusion with one of the places of the norm."""
 GROWING = {
     "as the paper": {"norm": "post", "encoder_connection": "residual"},
-    "as the code": {"norm": "post", "encoder_connection": "residual", "embedding_norm": True},
     "dlcl below": {},
     "dlcl on top": {"encoder_connection": "residual", "top_encoder_connection": "dlcl",
                     "top_decoder_connection": "dlcl",
@@ -115,20 +95,16 @@ CONFIGS = {
 """Name -> the class of a config, and its fields."""
 
 
-SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion, pre", "dlcl everywhere",
-        "Deep-Att", "Deep-ED")  # fmt: skip
+SOME = ("dlcl", "latent", "transparent, dlcl", "attention fusion", "dlcl everywhere", "Deep-Att",
+        "Deep-ED")  # fmt: skip
 """A model of each kind."""
-
-
-def config(name, **changes):
-    kind, given = CONFIGS[name]
-    return kind(**given | changes)
 
 
 def make(name, dtype=torch.float64, seed=3, **changes):
     """In evaluation mode. Its parameters are moved from values that could hide a mistake."""
     torch.manual_seed(seed)
-    model = build(config(name, **changes)).to(dtype).eval()
+    kind, given = CONFIGS[name]
+    model = build(kind(**given | changes)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -157,15 +133,3 @@ def gradients(model):
     loss = model.loss(SOURCE, TARGET, LABELS, 0.1)[0]
     loss.backward()
     return loss.item(), {name: p.grad for name, p in learning(model).items()}
-
-
-@torch.no_grad()
-def assert_steps_equal_forward(model, source=SOURCE, target=TARGET, **tolerance):
-    """At every real position; padding is 0."""
-    rows = model(source, target)
-    logits = rows.new_zeros(*target.shape, rows.shape[-1])
-    logits[target != 0] = rows
-    state = model.start(source)
-    for position in range(target.shape[1]):
-        step, real = model.step(target[:, position], state), target[:, position] != 0
-        torch.testing.assert_close(step[real], logits[real, position], **tolerance)

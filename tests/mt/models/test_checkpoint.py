@@ -34,7 +34,7 @@ def content(path):
     return load_checkpoint(save(path, make("frozen", torch.float32)))
 
 
-@pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "as the code", "frozen"])
+@pytest.mark.parametrize("name", [*SOME, "own embeddings", "rms", "frozen"])
 def test_a_checkpoint_gives_the_same_model(name, path, monkeypatch):
     # A file needs no torch.distributed.checkpoint, which takes a second to import.
     for package in ("deepfast.mt.models.checkpoint_folder", "torch.distributed.checkpoint"):
@@ -60,16 +60,13 @@ def test_bfloat16_weights_and_a_backend_of_another_machine(content, path):
     assert model.config.backend is None
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.9, 0.999])
-def test_cut_short(content, path, fraction):
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * fraction)])
-    with pytest.raises(CheckpointError, match=DAMAGED):
-        load_model(path)
-
-
 def test_a_damaged_byte_is_an_error_or_changes_nothing(content, path):
     """Of the tensors each is an error; in the archive some are padding or times."""
     data = path.read_bytes()
+    for fraction in (0.001, 0.9, 0.999):
+        path.write_bytes(data[: int(len(data) * fraction)])
+        with pytest.raises(CheckpointError, match=DAMAGED):
+            load_model(path)
     weights = content["model"]["encoder.layers.0.feed_forward.up.weight"].numpy().tobytes()
     draw = random.Random(1)
     inside = data.index(weights) + draw.randrange(len(weights))
@@ -102,10 +99,9 @@ HEAD = {"format": FORMAT, "version": VERSION}
     [
         (None, r"model\.pt: there is no such file"),
         (..., r"model\.pt: expected a checkpoint, such as .*/best\.pt, got a folder that is no"),
-        *((data, DAMAGED) for data in (b"", b"text\n", b"\x80\x02]q\x00.", bytes(1000))),
-        (Evil(), DAMAGED),
+        *((data, DAMAGED) for data in (b"", b"text\n", b"\x80\x02]q\x00.")),
         (HEAD | {"config": Evil()}, DAMAGED),
-        *((data, "got other torch.save content") for data in ([1, 2], {"a": 3}, torch.ones(3))),
+        *((data, "got other torch.save content") for data in ({"a": 3}, torch.ones(3))),
         (HEAD | {"version": 2}, f"expected a checkpoint of version {VERSION}, got version 2"),
         (HEAD, r"expected a checkpoint with its tensors, got run\.pt of a step"),
     ],
@@ -140,14 +136,13 @@ def test_parts_that_do_not_go_together(content, path, kind, config, reason):
 
 
 def test_a_checkpoint_of_another_config_is_refused():
+    """Another backend is none."""
     mine = TransformerConfig(vocab_size=9)
     content = {"kind": "transformer", "config": vars(mine) | {"backend": "cpu"}}
     check_config("a.pt", content, mine)
     other = TransformerConfig(vocab_size=9, languages={"de": 4, "fr": 5})
     with pytest.raises(CheckpointError, match=r"languages \{\} in the checkpoint and \{'de': 4"):
         check_config("a.pt", content, other)
-    with pytest.raises(CheckpointError, match="of the kind transformer, got depth_growing"):
-        check_config("a.pt", content | {"kind": "depth_growing"}, mine)
 
 
 def test_average_is_the_mean_and_keeps_dtypes(content, tmp_path):
@@ -158,7 +153,7 @@ def test_average_is_the_mean_and_keeps_dtypes(content, tmp_path):
         save_checkpoint(path, content | {"model": weights})
     mean = average_checkpoints(paths)
     assert mean["w"].dtype == torch.float32
-    assert mean["w"][0].item() == pytest.approx(16777218 / 3, rel=1e-7)
+    assert mean["w"].tolist() == [16777218 / 3] * 3
     assert torch.equal(mean["n"], torch.tensor([1, 2]))
     save_checkpoint(paths[1], content | {"model": {"w": torch.zeros(4), "n": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"1\.pt: the model differs in shape from .*0\.pt"):

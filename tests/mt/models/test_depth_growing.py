@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from deepfast.mt.models.transformer import sinusoids
-from deepfast.mt.training.optim import GradientNorms
 from tests.mt.models.kinds import GROWING, LABELS, REAL, SOURCE, TARGET, learning, make
 from tests.nn.written_out import naive
 from tests.specifications.depth_growing import depth_growing
@@ -51,14 +50,14 @@ def test_both_networks_are_the_papers(name):
 
     expected = F.cross_entropy(deep, LABELS[REAL], label_smoothing=0.1, reduction="sum")
     parameters = learning(model)
-    assert not [key for key in parameters if key.startswith("bottom.")]
     gradients = torch.autograd.grad(expected, list(parameters.values()), materialize_grads=True)
     loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-    for (key, p), gradient in zip(parameters.items(), gradients, strict=True):
-        torch.testing.assert_close(p.grad, gradient, rtol=1e-8, atol=1e-9, msg=key)
-    assert all(p.grad is None for p in model.bottom.parameters())
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    expected = dict(zip(parameters, gradients, strict=True))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+    assert not [key for key in found if key.startswith("bottom.")]
 
 
 @pytest.mark.parametrize("bottom_dropout", [False, True])
@@ -84,10 +83,8 @@ def test_the_bottom_costs_no_activation_memory(meter, bottom_dropout):
 def test_dropout_of_the_bottom_and_of_the_embedding(bottom_dropout):
     """The top reads the embedding with the bottom's mask, or with its own where that has none."""
     model = make("as the paper", dropout=0.5, bottom_dropout=bottom_dropout)
-    for mode in (False, True):
-        model.train(mode)
-        assert {m.training for m in model.bottom.modules()} == {mode and bottom_dropout}
-        assert model.encoder.training == mode
+    model.train()
+    assert {m.training for m in model.bottom.modules()} == {bottom_dropout}
     stacks = model.bottom.encoder, model.encoder
     for stack in stacks:
         stack.forward_packed = Mock(wraps=stack.forward_packed)
@@ -102,17 +99,3 @@ def test_dropout_of_the_bottom_and_of_the_embedding(bottom_dropout):
     again = model.encode(SOURCE)
     assert torch.equal(again[0], h1) != bottom_dropout
     assert not torch.equal(again[1], h2)
-
-
-def test_gradient_norms_count_the_layers_of_the_bottom():
-    """They are frozen and have none."""
-    model = make("dlcl below", torch.float32).train()
-    norms = GradientNorms(model)
-    model.loss(SOURCE, TARGET, LABELS, 0.1)[0].backward()
-    norms.measure(list(model.parameters()))
-    row = norms.row()
-    for side, top, below in (("encoder", model.encoder, 3), ("decoder", model.decoder, 2)):
-        expected = [torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item()
-                    for layer in top.layers]  # fmt: skip
-        assert row[f"grad_norm_{side}"][:below] == [None] * below
-        assert row[f"grad_norm_{side}"][below:] == pytest.approx(expected, rel=1e-5)

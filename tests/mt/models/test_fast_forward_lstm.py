@@ -19,15 +19,11 @@ def transcribed(model, source, target_in):
     )  # fmt: skip
 
 
-def real(row):
-    return [token for token in row if token != 0]
-
-
 @pytest.mark.parametrize("name", LSTMS)
 def test_is_its_transcription(name):
     """With the options of the paper's tables 2 to 6."""
     model = make(name)
-    pairs = [(real(s), real(t)) for s, t in zip(SOURCE.tolist(), TARGET.tolist(), strict=True)]
+    pairs = [(s[s != 0].tolist(), t[t != 0].tolist()) for s, t in zip(SOURCE, TARGET, strict=True)]
     exact, attention = zip(*(transcribed(model, *pair) for pair in pairs), strict=True)
     exact = torch.cat(exact)
     torch.testing.assert_close(model(SOURCE, TARGET), exact)
@@ -35,8 +31,7 @@ def test_is_its_transcription(name):
     loss, _ = model.loss(SOURCE, TARGET, LABELS, 0.1)
     torch.testing.assert_close(loss, expected)
     found, wanted = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
-    for (key, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
-        torch.testing.assert_close(a, b, msg=key)
+    torch.testing.assert_close(found, wanted)
     if not model.config.attention:
         assert model.alignment is None
         return
@@ -48,19 +43,16 @@ def test_is_its_transcription(name):
 
 def test_starts_as_the_paper_says():
     torch.manual_seed(0)
-    model = FastForwardLSTM(FastForwardLSTMConfig(vocab_size=50, dim=32, embedding_dim=16))
+    sizes = {"vocab_size": 50, "dim": 32, "embedding_dim": 16, "bias": True}
+    model = FastForwardLSTM(FastForwardLSTMConfig(**sizes))
     for name, p in model.named_parameters():
-        if name.endswith(("recurrent", "peephole")):
+        if name.endswith(("recurrent", "peephole", "bias")):
             assert not p.any(), name
         else:
             assert 0.05 < p[p != 0].std() < 0.09, name
     # 512 cells: c has 5120 channels, which attention reduces to 1280.
     assert model.quarter.weight.shape == (80, 320)
     assert (len(model.columns), len(model.columns[0]), len(model.decoder)) == (2, 9, 7)
-    given = FastForwardLSTMConfig(vocab_size=50, dim=32, embedding_dim=16, bias=True)
-    biases = [p for key, p in FastForwardLSTM(given).named_parameters() if key.endswith("bias")]
-    assert len(biases) == 2 * 9 + 7 + 2
-    assert not any(p.any() for p in biases)
 
 
 def test_rates_and_decay():

@@ -1,14 +1,14 @@
 """Latent depth in the whole model: languages, the loss, decoding, and pruning."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 
-from deepfast.mt.models import Transformer, TransformerConfig
+from deepfast.mt.models import Transformer
 from deepfast.mt.models.prune import prune
 from deepfast.mt.search import beam_search
+from tests.mt.models.kinds import make
 
 # Tags are 4 to 6, at the front; the second sentence is padded.
 SOURCE = torch.tensor([[4, 8, 7, 9, 3], [4, 10, 3, 0, 0]])
@@ -19,25 +19,17 @@ LOGITS = {
     "encoder": [[1, -1, 2], [-1, 1, 1], [1, 1, -2]],
     "decoder": [[2, -1, 1, -3], [-1, 1, -1, -1], [1, -1, 1, -1]],
 }
-BOTH = {"encoder_connection": "latent", "decoder_connection": "latent"}
 MIXED = {"encoder_connection": "residual", "decoder_connection": "dlcl"}
 
 
-def build(languages=LANGUAGES, latent=None, **changes):
-    sizes = {"dim": 16, "num_heads": 2, "ffn_dim": 24, "encoder_layers": 3, "decoder_layers": 4}
-    config = TransformerConfig(
-        vocab_size=13, languages=languages, latent=latent or {}, **sizes | BOTH | changes
-    )
-    model = Transformer(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        model.embedding.weight[0].zero_()
-        for side, rows in LOGITS.items():
-            latent = getattr(model, side).latent
-            if latent is not None:
-                latent.logits.copy_(torch.tensor(rows)[: max(len(languages), 1)])
-    return model.eval()
+def build(languages=LANGUAGES, **changes):
+    sizes = {"vocab_size": 13, "decoder_layers": 4, "languages": languages}
+    model = make("latent", torch.float32, **sizes | changes)
+    for side, rows in LOGITS.items():
+        latent = getattr(model, side).latent
+        if latent is not None:
+            latent.logits.data.copy_(torch.tensor(rows)[: max(len(languages), 1)])
+    return model
 
 
 def tagged(tag):
@@ -52,21 +44,17 @@ def test_the_tag_chooses_the_layers():
     for side in ("encoder", "decoder"):
         for index, layer in enumerate(getattr(model, side).layers):
             layer.register_forward_hook(lambda *_, at=(side, index): called.append(at))
-    expected = {4: ([0, 2], [0, 2]), 5: ([1, 2], [1]), 6: ([0, 1], [0, 2])}
-    for tag, (encoder, decoder) in expected.items():
-        called.clear()
-        layers = [("encoder", i) for i in encoder] + [("decoder", i) for i in decoder]
+    for tag, encoder, decoder in ((4, [0, 2], [0, 2]), (5, [1, 2], [1]), (6, [0, 1], [0, 2])):
+        above = [("decoder", i) for i in decoder]
+        layers = [("encoder", i) for i in encoder] + above
         model(tagged(tag), TARGET)
-        assert called == layers
-        called.clear()
+        # Padding on the left does not hide the tag.
+        model(torch.tensor([[0, 0, tag, 8, 3]]), TARGET[:1])
         state = model.start(tagged(tag))
         for position in range(2):
             model.step(TARGET[:, position], state)
-        assert called == [*layers, *layers[len(encoder) :]]
-        # Padding on the left does not hide the tag.
+        assert called == [*layers, *layers, *layers, *above]
         called.clear()
-        model(torch.tensor([[0, 0, tag, 8, 3]]), TARGET[:1])
-        assert called == layers
 
 
 def test_sources_without_one_language_and_layers_without_a_number_are_refused():
@@ -75,16 +63,14 @@ def test_sources_without_one_language_and_layers_without_a_number_are_refused():
         # French uses no layer of the decoder; Spanish has a logit of the encoder that is none.
         model.decoder.latent.logits[1] = -1
         model.encoder.latent.logits[2, 2] = torch.nan
-    model.alignment(tagged(4), TARGET)
     mixed, untagged = torch.tensor([[4, 8, 3], [5, 8, 3]]), torch.tensor([[8, 9, 3]])
     for run, sentence in (
         (partial(model.start, mixed), "expected a batch of one lang"),
-        (partial(model.start, untagged), "begins with the tag of one of the lang"),
         (partial(model.alignment, tagged(5), TARGET), "alignment: expected a decoder layer that"),
         (partial(model.start, tagged(6)), "logits must be numbers, got nan for layer 2 of languag"),
-        (partial(plain.group, [8]), "begins with the tag of one of the languages de, fr, es"),
-        (partial(beam_search, plain, untagged), "begins with the tag"),
-    ):
+        *((partial(beam_search, one, untagged),
+           "begins with the tag of one of the languages de, fr, es") for one in (model, plain)),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             run()
     # Without latent depth languages share a batch.
@@ -93,8 +79,9 @@ def test_sources_without_one_language_and_layers_without_a_number_are_refused():
 
 
 def test_the_penalty_is_part_of_the_loss_alone():
+    """Gradients reach every layer, and the logits of the language."""
     terms = {"kl_weight": 0.5, "entropy_weight": 0.3, "target_layers": 2.0, "target_weight": 0.2}
-    plain, model = build(), build(latent=terms | {"prior": "mean"})
+    plain, model = build(latent={"hard": True}), build(latent=terms | {"prior": "mean"})
     model.load_state_dict(plain.state_dict())
     want = plain.loss(SOURCE, TARGET, LABELS, 0.1)
     got = model.loss(SOURCE, TARGET, LABELS, 0.1)
@@ -103,49 +90,29 @@ def test_the_penalty_is_part_of_the_loss_alone():
     assert penalty > 0.1
     torch.testing.assert_close(got[0], want[0] + tokens * penalty)
     torch.testing.assert_close(got[1], want[1])
-
-
-def test_gradients_reach_the_logits_of_the_language_and_every_layer():
-    model = build(dropout=0.0, latent={"hard": True}).train()
-    model.set_step(1)
-    model.loss(SOURCE, TARGET, LABELS)[0].backward()
-    for side in ("encoder", "decoder"):
-        grad = getattr(model, side).latent.logits.grad
+    plain.train().set_step(1)
+    plain.loss(SOURCE, TARGET, LABELS)[0].backward()
+    for stack in (plain.encoder, plain.decoder):
+        grad = stack.latent.logits.grad
         assert grad[0].abs().min() > 0
         assert grad[1:].eq(0).all()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is not None for p in plain.parameters())
 
 
-def test_the_two_sides_draw_apart():
-    model = build(encoder_layers=3, decoder_layers=4)
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
-        each.set_step(3)
-    first = [m.encoder.latent._noise()[:, :3] for m in (model, twin)]
-    assert torch.equal(*first)
-    assert not torch.equal(first[0], model.decoder.latent._noise()[:, :3])
-
-
-def test_metrics():
-    row = build().metrics()
+def test_metrics_and_logits_that_learn_faster():
+    model = build(latent={"lr_scale": 20.0})
+    row = model.metrics()
     depth = torch.tensor(LOGITS["decoder"]).sigmoid().mean(0).sum()
     assert row["decoder_depth"] == pytest.approx(depth)
     assert row["encoder_kl"] > 0
     assert (row["decoder_layers_fr"], row["decoder_used_fr"]) == (1, [1])
-    assert row["encoder_used_es"] == [0, 1]
     assert build({}).metrics()["decoder_used"] == [0, 2]
-    assert build(**MIXED).metrics() == {}
-
-
-def test_logits_may_learn_faster():
-    model = build(latent={"lr_scale": 20.0})
     groups = model.parameter_groups()
     assert [group.get("lr_scale", 1) for group in groups] == [1, 1, 20, 20]
     logits = [model.encoder.latent.logits, model.decoder.latent.logits]
     assert [p for group in groups[2:] for p in group["params"]] == logits
     named = [id(p) for group in groups for p in group["params"]]
     assert sorted(named) == sorted(id(p) for p in model.parameters())
-    assert len(build().parameter_groups()) == 2
 
 
 def pruned(model, language=None):
@@ -160,7 +127,9 @@ def pruned(model, language=None):
     [
         ("de", {}, (2, 2)),
         ("fr", {"norm_type": "none"}, (2, 1)),
-        ("es", {}, (2, 2)),
+        # The target is at most the layers that are left.
+        (None, {"latent": {"target_layers": 3.5, "target_weight": 0.1},
+                "encoder_connection": "residual"}, (3, 3)),
         (None, {}, (3, 3)),
         ("fr", {"encoder_connection": "residual", "encoder_fusion": "average"}, (3, 1)),
         (None, {"languages": {}, "decoder_connection": "dlcl"}, (2, 4)),
@@ -169,7 +138,7 @@ def pruned(model, language=None):
         (None, {"latent": {"evaluation": "mean"}}, (3, 4)),
         (None, {"encoder_connection": "dlcl", "decoder_connection": "residual"}, (3, 4)),
     ],
-)
+)  # fmt: skip
 @torch.no_grad()
 def test_a_pruned_model_is_the_model_without_its_unused_layers(language, changes, layers):
     """Bit for bit, and it knows no other language."""
@@ -177,6 +146,7 @@ def test_a_pruned_model_is_the_model_without_its_unused_layers(language, changes
     smaller = pruned(model, language)
     c = smaller.config
     assert (c.encoder_layers, c.decoder_layers) == layers
+    assert c.latent.get("target_layers", 0) <= c.decoder_layers
     for tag in LANGUAGES.values() if language is None else [LANGUAGES[language]]:
         assert torch.equal(smaller(tagged(tag), TARGET), model(tagged(tag), TARGET))
     if language is None:
@@ -189,14 +159,6 @@ def test_a_pruned_model_is_the_model_without_its_unused_layers(language, changes
         for use in (*uses, partial(beam_search, smaller, tagged(other))):
             with pytest.raises(ValueError, match=f"of one of the languages {language}, got none"):
                 use()
-
-
-def test_the_target_is_at_most_the_layers_that_are_left():
-    model = build(latent={"target_layers": 3, "target_weight": 0.1}, encoder_connection="residual")
-    assert pruned(model).config.latent["target_layers"] == 3
-    with torch.no_grad():
-        model.decoder.latent.logits[:, 0] = -1
-    assert pruned(model).config.latent["target_layers"] == 2
 
 
 def test_what_cannot_be_pruned():

@@ -1,28 +1,50 @@
-"""The Transformer's own: positions, norms, embeddings, transparent attention, fused layers."""
+"""The Transformer's own: sizes, positions, norms, embeddings, transparent attention, fusions."""
 
 import math
 
 import pytest
 import torch
 
-from deepfast.mt.models import DepthGrowing, DepthGrowingConfig, Transformer, TransformerConfig
+from deepfast.mt.models import (
+    DepthGrowing,
+    DepthGrowingConfig,
+    Transformer,
+    TransformerConfig,
+    base,
+    big,
+)
 from deepfast.mt.models.transformer import sinusoids
-from deepfast.nn import LayerNorm, RMSNorm
-from deepfast.nn.connections.fusion import FUSIONS, WITH_ATTENTION
+from deepfast.nn import LayerNorm
 from tests.mt.models import kinds
 from tests.mt.models.kinds import SIZES, SOURCE, TARGET, make
-from tests.specifications.transparent_attention import transparent_attention
 
 
-@pytest.mark.parametrize("name", ["rms", "rms, post"])
-def test_all_norms_are_rms_norms(name):
-    """Those inside the mixture too."""
-    model = make(name)
-    assert model.encoder.connection.dlcl.norm_type == "rms"
-    assert not any(type(module) is LayerNorm for module in model.modules())
-    norms = [module for module in model.modules() if type(module) is RMSNorm]
-    # In pre-norm each stack has one more, after its last layer.
-    assert len(norms) == 3 * 2 + 2 * 3 + (2 if name == "rms" else 0)
+def test_sizes_of_the_paper():
+    sizes = [(c.dim, c.num_heads, c.ffn_dim, c.dropout) for c in (base(9), big(9, dropout=0.0))]
+    assert sizes == [(512, 8, 2048, 0.1), (1024, 16, 4096, 0.0)]
+    # Vaswani et al. 2017, table 3: 65 million with a shared vocabulary of 37,000.
+    with torch.device("meta"):
+        vaswani = Transformer(base(37_000, norm="post", encoder_connection="residual"))
+    assert sum(p.numel() for p in vaswani.parameters()) / 1e6 == pytest.approx(63.1, abs=0.1)
+
+
+def test_what_each_stack_gets():
+    """Its own blocks, norm and seed; all norms are RMS norms where they should be."""
+    own = {"encoder_connection": "block_attnres", "top_decoder_connection": "block_attnres"}
+    for below, above, expected in ((2, None, 2), (2, 3, 3), (None, 1, 1)):
+        config = DepthGrowingConfig(**SIZES | own, attnres_block=below, top_attnres_block=above)
+        assert config.stack("top_decoder")["block"] == expected
+        assert config.bottom.stack("encoder")["block"] == below
+    # DeepNorm's scales are those of an encoder alone where the decoder is another one.
+    own, plain = (make("deepnorm, pre-norm decoder", decoder_norm=x) for x in ("pre", None))
+    assert (own.decoder.scaled, plain.decoder.scaled) == (False, True)
+    assert own.encoder.alpha == (2 * 3) ** 0.25
+    assert plain.encoder.alpha == 0.81 * (3**4 * 2) ** (1 / 16)
+    latent = make("latent").encoder.latent, make("latent").decoder.latent
+    assert latent[0].seed != latent[1].seed
+    rms = make("rms")
+    assert not any(type(module) is LayerNorm for module in rms.modules())
+    assert rms.encoder.connection.dlcl.norm_type == "rms"
 
 
 def test_embeddings_that_are_shared_or_not():
@@ -37,12 +59,10 @@ def test_embeddings_that_are_shared_or_not():
 
 def test_sinusoids():
     table = sinusoids(torch.arange(50), 16)
-    assert table.shape == (50, 16)
     assert table.dtype == torch.float32
-    for position, i in ((0, 0), (7, 0), (7, 3), (49, 7)):
-        angle = position * 10000 ** (-i / 7)
-        assert float(table[position, i]) == pytest.approx(math.sin(angle), abs=1e-4)
-        assert float(table[position, 8 + i]) == pytest.approx(math.cos(angle), abs=1e-4)
+    angle = [[p * 10000 ** (-i / 7) for i in range(8)] for p in range(50)]
+    expected = [[f(a) for f in (math.sin, math.cos) for a in row] for row in angle]
+    torch.testing.assert_close(table, torch.tensor(expected), rtol=0, atol=1e-4)
     assert sinusoids(torch.arange(3), 2).isfinite().all()
 
 
@@ -51,83 +71,53 @@ def test_matrices_drawn_by_their_inputs(grown):
     """In both sides, the fusions, the output, and the top of a model that grows."""
     sizes = SIZES | {"vocab_size": 50, "dim": 48, "ffn_dim": 192, "init": "fan_in",
                      "share_embeddings": "none"}  # fmt: skip
-    torch.manual_seed(1)
     if grown:
         model = DepthGrowing(DepthGrowingConfig(**sizes))
     else:
         model = Transformer(TransformerConfig(**sizes, **kinds.fused("attention")))
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     bottom = model.bottom if grown else model
-    assert bottom.output in linears
-    for linear in linears:
+    for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
         bound = linear.in_features**-0.5
-        for p in linear.parameters():
-            assert p.abs().max() <= bound
-        if linear.weight.numel() > 1000:
-            assert linear.weight.abs().max() > 0.95 * bound
+        assert all(p.abs().max() <= bound for p in linear.parameters())
+        assert linear.weight.numel() < 1000 or linear.weight.abs().max() > 0.95 * bound
     for embedding in (bottom.embedding, bottom.target_embedding):
         assert not embedding.weight[0].any()
         std = embedding.weight[1:].std()
         torch.testing.assert_close(std, torch.tensor(48**-0.5), rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in kinds.CONFIGS if "transparent" in name])
-def test_transparent_logits_and_gradients_are_those_of_the_specification(name):
+@pytest.mark.parametrize(
+    "name", [name for name in kinds.TRANSFORMERS if "fusion" in name or "transparent" in name]
+)
+def test_what_is_made_of_the_states_of_a_stack(name):
+    """A fusion, or a mixture for each decoder layer: here by the modules and not by the model."""
     model = make(name)
-    mix, final = model.transparent, None
-    if model.config.norm == "pre":
-        final = model.encoder.connection.norms[-1]
 
-    def literal(states, output):
-        if final is None:
-            return transparent_attention(states, mix.weight)
-        gain = torch.cat((mix.norm_weight, final.weight[None]))
-        shift = torch.cat((mix.norm_bias, final.bias[None]))
-        return transparent_attention(states, mix.weight, norm_weight=gain, norm_bias=shift)
-
-    results = []
-    for form in (mix.forward, literal):
-        mix.forward = form
-        model.zero_grad()
-        logits = model(SOURCE, TARGET)
-        logits.square().sum().backward()
-        results.append((logits, {key: p.grad for key, p in model.named_parameters()}))
-    (got, grads), (want, expected) = results
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    assert grads["transparent.weight"].abs().min() > 0
-    for key, gradient in expected.items():
-        torch.testing.assert_close(grads[key], gradient, rtol=1e-8, atol=1e-8, msg=key)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("kind", FUSIONS)
-def test_the_output_is_that_of_the_fusion(kind, norm):
-    """The stacks' states are fused here and not by the model."""
-    model = make(f"{kind} fusion, {norm}")
-
-    def fused_output(stack, fusion, *args):
-        states = []
-        y = stack.forward_packed(*args, states=states)
-        embedding = (model.fusions.layer_embedding,) if fusion.fusion_type in WITH_ATTENTION else ()
+    def output(side, *args):
+        fusion, states = getattr(model.fusions, side), []
+        y = getattr(model, side).forward_packed(*args, states=states)
+        if side == "encoder" and model.transparent is not None:
+            return model.transparent(states, y)
+        if fusion is None:
+            return y
+        embedding = (model.fusions.layer_embedding,) if fusion.with_embeddings else ()
         return fusion([*states[:-1], y], *embedding)
 
     x, packing = model.embed_source(SOURCE)
-    memory = fused_output(model.encoder, model.fusions.encoder, x, packing)
+    memory = output("encoder", x, packing)
     y, target_packing = model.embed_target(TARGET)
-    args = y, target_packing, memory, packing
-    expected = model.project(fused_output(model.decoder, model.fusions.decoder, *args))
+    expected = model.project(output("decoder", y, target_packing, memory, packing))
     torch.testing.assert_close(model(SOURCE, TARGET), expected)
 
 
-@pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_attention_over_layers(kind):
-    model = make(f"{kind} fusion, post")
-    hops = 2 if kind == "attention" else 2 * 12
-    for operands, shape in (((SOURCE,), (10, hops, 4)), ((SOURCE, TARGET), (9, hops, 3))):
-        weights = model.layer_attention(*operands)
-        assert weights.shape == shape
-        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+def test_attention_over_layers():
+    for kind, hops in (("attention", 2), ("channel_attention", 2 * 12)):
+        model = make(f"{kind} fusion")
+        for operands, shape in (((SOURCE,), (10, hops, 4)), ((SOURCE, TARGET), (9, hops, 3))):
+            weights = model.layer_attention(*operands)
+            assert weights.shape == shape
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     with pytest.raises(ValueError, match=r"decoder_fusion: expected one of .*got None"):
         make("fusion of the encoder").layer_attention(SOURCE, TARGET)
     with pytest.raises(ValueError, match=r"encoder_fusion: expected one of .*got 'average'"):
-        make("average fusion, pre").layer_attention(SOURCE)
+        make("average fusion").layer_attention(SOURCE)

@@ -1,5 +1,7 @@
 """Small models to search with: a Transformer with random weights, and a table of logits."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,26 +15,17 @@ SENTENCES = [
     "she reads a long book about bridges and houses",
     "12 small boats wait for 7 people",
 ] * 3
-
-
 FAST = ["--beam", "2", "--max-length", "6", "--device", "cpu"]
 """Arguments of a search that takes no time."""
 
 
-def lively(vocab_size=9, seed=0, **changes):
+def lively(vocab_size=9, seed=0, name="dlcl", **changes):
     """A tiny model whose predictions are neither flat nor a copy of its input."""
-    return make("dlcl", torch.float32, seed, **{"vocab_size": vocab_size} | changes)
+    return make(name, torch.float32, seed, vocab_size=vocab_size, **changes)
 
 
-def grown(vocab_size=9, seed=0, **changes):
-    """A model with a top."""
-    return make("dlcl on top", torch.float32, seed, **{"vocab_size": vocab_size} | changes)
-
-
-def recurrent(vocab_size, attention=True):
-    """A model of another kind."""
-    name = "Deep-Att" if attention else "Deep-ED"
-    return make(name, torch.float32, 0, vocab_size=vocab_size)
+grown = partial(lively, name="dlcl on top")
+recurrent = partial(lively, name="Deep-Att")
 
 
 class Table(torch.nn.Module):

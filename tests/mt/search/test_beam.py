@@ -1,7 +1,6 @@
 """Beam search: against a plain search, and its batches, ties, lengths and errors."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,35 +16,37 @@ from tests.mt.search.conftest import Table, grown, lively, recurrent
 SOURCE = torch.tensor([[5, 6, 7, 3], [8, 4, 3, 0], [0, 0, 7, 3]])
 
 
-def random_rule(seed, vocab_size, scale=2.0):
+def random_rule(seed):
     """Random logits, the same for the same prefix."""
 
     def rule(sentence, prefix):
         number = hash((seed, sentence, *prefix)) % (1 << 62)
         generator = torch.Generator().manual_seed(number)
-        return scale * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+        return 1.5 * torch.randn(9, generator=generator, dtype=torch.float64)
 
     return rule
 
 
-def plain_search(log_probs, tokens, beam, max_length, alpha=0.6, form="gnmt"):
+def plain_search(log_probs, options):
     """The same search for one sentence, without a cache and without stopping early."""
+    tokens = (EOS, 4, 5, 6, 7, 8) if options.no_unknown else (EOS, UNK, 4, 5, 6, 7, 8)
     live, finished = [((), 0.0)], []
     while live:
-        allowed = (EOS,) if len(live[0][0]) == max_length else (EOS, *tokens)
+        allowed = (EOS,) if len(live[0][0]) == options.max_length else tokens
         candidates = [
             ((*prefix, token), total + float(row[token]))
             for prefix, total in live
             for row in [log_probs(prefix)]
             for token in allowed
         ]
-        candidates = sorted(candidates, key=lambda c: -c[1])[:beam]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: options.beam]
         live = [c for c in candidates if c[0][-1] != EOS]
         for path, total in candidates:
             if path[-1] == EOS:
-                divisor = (len(path) if form == "power" else (5 + len(path)) / 6) ** alpha
-                finished.append(Hypothesis(path[:-1], total / divisor, total))
-    return sorted(finished, key=lambda h: -h.score)
+                base = len(path) if options.length_form == "power" else (5 + len(path)) / 6
+                score = total / base**options.length_penalty
+                finished.append(Hypothesis(path[:-1], score, total))
+    return sorted(finished, key=lambda h: -h.score)[: options.nbest]
 
 
 def forward_log_probs(model, source):
@@ -63,59 +64,50 @@ def forward_log_probs(model, source):
 
 
 def assert_same(got, expected):
-    assert [h.tokens for h in got] == [h.tokens for h in expected]
-    for name in ("score", "log_prob"):
-        wanted = [getattr(h, name) for h in expected]
-        assert [getattr(h, name) for h in got] == pytest.approx(wanted, abs=1e-9)
+    got, expected = ({h.tokens: (h.score, h.log_prob) for h in found} for found in (got, expected))
+    assert [*got] == [*expected]
+    for tokens, numbers in expected.items():
+        assert got[tokens] == pytest.approx(numbers, abs=1e-9)
 
 
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     beam=st.one_of(st.integers(1, 6), st.just(40)),
-    alpha=st.sampled_from([0.0, 0.6, 2.0]),
-    form=st.sampled_from(LENGTH_FORMS),
-    max_length=st.integers(1, 8),
-    no_unknown=st.booleans(),
-    data=st.data(),
-)
-def test_equals_the_plain_search(seed, beam, alpha, form, max_length, no_unknown, data):
+    nbest=st.integers(1, 6),
+    options=st.fixed_dictionaries({
+        "length_penalty": st.sampled_from([0.0, 0.6, 2.0]),
+        "length_form": st.sampled_from(LENGTH_FORMS),
+        "max_length": st.integers(1, 8),
+        "no_unknown": st.booleans(),
+    }),
+)  # fmt: skip
+def test_equals_the_plain_search(seed, beam, nbest, options):
     """Neither pad nor bos is generated."""
-    rule = random_rule(seed, 9, scale=1.5)
-    nbest = data.draw(st.integers(1, beam))
-    options = DecodingOptions(
-        beam=beam, length_penalty=alpha, length_form=form, max_length=max_length, nbest=nbest,
-        no_unknown=no_unknown,
-    )  # fmt: skip
-    tokens = (4, 5, 6, 7, 8) if no_unknown else (UNK, 4, 5, 6, 7, 8)
+    options = DecodingOptions(beam=beam, nbest=min(nbest, beam), **options)
+    rule = random_rule(seed)
     for index, hypotheses in enumerate(beam_search(Table(rule), SOURCE, options)):
-        expected = plain_search(
-            lambda prefix, index=index: rule(index, prefix).log_softmax(0),
-            tokens, beam, max_length, alpha, form,
-        )  # fmt: skip
-        assert_same(hypotheses, expected[:nbest])
+        log_probs = lambda prefix, i=index: rule(i, prefix).log_softmax(0)  # noqa: E731
+        assert_same(hypotheses, plain_search(log_probs, options))
 
 
-@pytest.mark.parametrize(("make", "beam"), [(lively, 4), (grown, 1)])
-def test_cached_search_equals_the_plain_search_without_cache(make, beam):
+@pytest.mark.parametrize("make", [lively, recurrent])
+def test_cached_search_equals_the_plain_search_without_cache(make):
     """Each sentence alone, without padding."""
     model = make().double()
-    got = beam_search(model, SOURCE, DecodingOptions(beam=beam, nbest=beam, max_length=6))
-    for source, hypotheses in zip(SOURCE, got, strict=True):
+    options = DecodingOptions(beam=4, nbest=4, max_length=6)
+    for source, hypotheses in zip(SOURCE, beam_search(model, SOURCE, options), strict=True):
         log_probs = forward_log_probs(model, source[source != PAD][None])
-        expected = plain_search(log_probs, (UNK, 4, 5, 6, 7, 8), beam, 6)[:beam]
-        assert_same(hypotheses, expected)
+        assert_same(hypotheses, plain_search(log_probs, options))
 
 
-@pytest.mark.parametrize("make", [lively, grown, partial(recurrent, 9)])
+@pytest.mark.parametrize("make", [lively, grown, recurrent])
 def test_the_score_of_a_translation_is_that_of_its_tokens_one_by_one(make, monkeypatch):
-    """Without dropout, and in one forward pass."""
+    """Without dropout."""
     monkeypatch.setattr("deepfast.mt.search.beam.AT_ONCE", 4)
     model = make().double().train()
     given = [[(4, 5), (), (6, 7, 8, 4, 4, 4)], [], [(8,)]]
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "start", None)
-        got = score_hypotheses(model, SOURCE, given)
+    got = score_hypotheses(model, SOURCE, given)
     assert model.training
     model.eval()
     for source, translations, scores in zip(SOURCE, given, got, strict=True):
@@ -138,6 +130,9 @@ def test_finished_sentences_leave_the_batch():
     assert [len(best.tokens) for (best,) in results] == [0, 3, 6]
     # One row a sentence at first; two once the beam is full; none for a sentence that is done.
     assert model.rows == [3, 4, 4, 4, 2, 2, 2]
+    # The default length limit.
+    endless = Table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
+    assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
 
 
 def test_equal_candidates_by_hypothesis_then_by_id():
@@ -146,12 +141,6 @@ def test_equal_candidates_by_hypothesis_then_by_id():
     best = beam_search(flat, SOURCE[:1], options)[0]
     # At first eos (3) and the tokens 4, 5, 6; then 4 is continued by eos, 4, 5, 6; then eos.
     assert [h.tokens for h in best] == [(), (4,), (4, 4), (4, 5)]
-    assert best == beam_search(flat, SOURCE[:1], options)[0]
-
-
-def test_the_default_length_limit():
-    endless = Table(lambda s, p: torch.tensor([-9.0, -9, -9, -9, 1, 0, 0, 0, 0]))
-    assert [len(best.tokens) for (best,) in beam_search(endless, SOURCE)] == [18, 16, 14]
 
 
 @pytest.mark.gpu
@@ -168,22 +157,17 @@ def test_on_a_gpu():
 
 
 def test_mode_and_gradients_are_left_as_they_were():
-    model = lively(dropout=0.5).train()
-    first, second = beam_search(model, SOURCE), beam_search(model, SOURCE)
-    assert first == second
+    """Also where there is nothing to search or to score."""
+    model, nothing = lively(dropout=0.5).train(), torch.zeros(0, 4, dtype=torch.int64)
+    assert beam_search(model, nothing) == score_hypotheses(model, nothing, []) == []
+    assert score_hypotheses(model, SOURCE, [[]] * 3) == [[]] * 3
+    assert beam_search(model, SOURCE) == beam_search(model, SOURCE)
     assert model.training
     model(SOURCE, torch.tensor([[2], [2], [2]])).sum().backward()
     assert model.embedding.weight.grad.isfinite().all()
 
 
-def test_nothing_to_search_or_to_score():
-    model, nothing = lively(), torch.zeros(0, 4, dtype=torch.int64)
-    assert beam_search(model, nothing) == score_hypotheses(model, nothing, []) == []
-    assert score_hypotheses(model, SOURCE, [[]] * 3) == [[]] * 3
-
-
-@pytest.mark.parametrize("place", [0, EOS, 8])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("bad", "place"), [(math.nan, 0), (math.inf, EOS), (math.inf, 8)])
 def test_logits_without_a_next_token(bad, place):
     def third_step(sentence, prefix):
         logits = torch.zeros(9)

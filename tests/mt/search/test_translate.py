@@ -46,9 +46,6 @@ def test_order_and_scores_are_those_of_lines_alone(model, vocabulary, max_tokens
     assert translate_lines(model, vocabulary, lines, options) == [best[0].text for best in found]
 
 
-# ---- several models, of one kind and of two ------------------------------------------------------
-
-
 @pytest.fixture
 def models(model, vocabulary):
     size = len(vocabulary)
@@ -66,24 +63,18 @@ def test_probabilities_are_averaged_and_hypotheses_move_in_every_model(models):
         mean = expected.mean(0)
         torch.testing.assert_close(ensemble.step(tokens, together).exp(), mean)
         assert not torch.allclose(mean, expected[0], atol=1e-3)
-    together.reorder(index)
-    other = ensemble.start(source[index])
-    for tokens in torch.tensor([[2, 2], [6, 9]]):
-        ensemble.step(tokens[index], other)
     last = torch.tensor([4, 5, 6])
-    torch.testing.assert_close(ensemble.step(last, together), ensemble.step(last, other))
+    for state in (together, *alone):
+        state.reorder(index)
+    expected = [m.step(last, state).softmax(-1) for m, state in zip(models, alone, strict=True)]
+    torch.testing.assert_close(ensemble.step(last, together).exp(), torch.stack(expected).mean(0))
 
 
-def test_translate_with_several_checkpoints(models, vocabulary, write, text, capsys, monkeypatch):
-    """The first one says how to decode, and each is read once."""
-    read, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **options: (
-        read.append(str(path)) or load(path, **options)
-    ))  # fmt: skip
+def test_translate_with_several_checkpoints(models, vocabulary, write, text, capsys):
+    """The first one says how to decode."""
     first = write(models[0], recipe={"decode": {"length_penalty": 2.0}})
     paths = [first, *map(write, models[1:])]
     assert main(["mt", "translate", *paths, "--input", text(LINES), *FAST]) == 0
-    assert read == paths
     options = DecodingOptions(beam=2, max_length=6, length_penalty=2.0)
     said = capsys.readouterr()
     assert said.out.splitlines() == translate_lines(Ensemble(models), vocabulary, LINES, options)
@@ -115,9 +106,6 @@ def test_lines_of_several_languages():
     assert alone[0] != alone[1]
 
 
-# ---- deep-shallow decoding -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 0.0), (0.3, 1.2), (1.0, -0.4)])
 def test_ranked_by_the_formula(alpha, gamma):
     """Of equals the first comes first, and each text is there once, with its better score."""
@@ -139,28 +127,23 @@ def test_each_judges_the_others_in_the_order_of_lines(grown_model, vocabulary):
         nbest=2, max_tokens=20, deep_shallow=True, alpha=0.3, gamma=0.8, **plain
     )
     got = translate_nbest(grown_model, vocabulary, LINES, options)
-    assert got[1] == [(0.0, "", ())]
+    assert got.pop(1) == [(0.0, "", ())]
     differing = 0
-    for line, best in zip(LINES, got, strict=True):
-        if not line:
-            continue
-        source = torch.tensor([[*vocabulary.encode(line), 3]])
-        scores = {}
+    for line, best in zip(filter(None, LINES), got, strict=True):
+        source, judged = torch.tensor([[*vocabulary.encode(line), 3]]), []
         for own, other in ((grown_model, grown_model.bottom), (grown_model.bottom, grown_model)):
             found = beam_search(own, source, DecodingOptions(nbest=3, **plain))[0]
-            for h in found:
-                score = 0.3 * h.log_prob + 0.7 * score_hypotheses(other, source, [[h.tokens]])[0][0]
-                score /= (len(h.tokens) + 1) ** 0.8
-                scores[h.tokens] = max(score, scores.get(h.tokens, score))
+            (scores,) = score_hypotheses(other, source, [[h.tokens for h in found]])
+            judged += [
+                Candidate(h.tokens, h.log_prob, s) for h, s in zip(found, scores, strict=True)
+            ]
             differing += found[0].tokens != best[0].tokens
-        expected = sorted(scores.values(), reverse=True)[:2]
-        assert [found.score for found in best] == pytest.approx(expected, abs=1e-4)
-        assert best[0].score == pytest.approx(scores[best[0].tokens], abs=1e-4)
+        expected = ranked(judged, 0.3, 0.8)[:2]
+        assert [h.tokens for h in best] == [h.tokens for h in expected]
+        scores = [h.score for h in expected]
+        assert [h.score for h in best] == pytest.approx(scores, abs=1e-4)
     # The two networks must disagree here, or the test would show little.
     assert differing > 0
-
-
-# ---- the options with the best BLEU on a text ----------------------------------------------------
 
 
 def right(references, tokenize):
@@ -199,13 +182,12 @@ def test_the_score_of_each_choice_is_that_of_its_translations(
         assert found == {choice: right(references, "")(lines) for choice, lines in texts.items()}
 
 
-def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary, monkeypatch):
-    monkeypatch.setattr(tuning, "BEAMS", [1])
+def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary):
     options = DecodingOptions(max_length=8)
     lines = translate_lines(model, vocabulary, LINES, options)
     references = [f"{line}." for line in lines]
     for tokenize in ("none", "13a"):
-        (_, first), *_ = tune(model, vocabulary, LINES, references, options, tokenize=tokenize)
+        _, first = next(tune(model, vocabulary, LINES, references, options, tokenize=tokenize))
         assert first == pytest.approx(bleu(lines, references, tokenize=tokenize).bleu)
 
 
@@ -227,14 +209,14 @@ def test_the_command_is_ready_to_paste(few, request, vocabulary, write, text, ca
     assert before != after
     source = text(LINES)
     for references, helps in ((after, True), (before, False)):
-        reference = text(references, "references")
         command = ["mt", "score", "--tune", "--checkpoint", checkpoint, "--source", source,
-                   "--reference", reference, *FAST, "--beam", "3"]  # fmt: skip
+                   "--reference", text(references, "references"), *FAST,
+                   "--beam", "3"]  # fmt: skip
         assert main(command) == 0
         score, gain, last = capsys.readouterr().out.splitlines()
         assert score.startswith("BLEU 100.00 with beam ")
-        gained = 100 - right(references, "")(before)
-        assert gain == f"a gain of {gained:.2f} over beam 3, length penalty 0.1 (gnmt)"
+        old = right(references, "")(before)
+        assert gain == f"a gain of {100 - old:.2f} over beam 3, length penalty 0.1 (gnmt)"
         words = shlex.split(last.removeprefix("to translate: deepfast ").removesuffix(" < FILE"))
         assert ("--length-penalty" in words or "--deep-shallow" in words) == helps
         # The pasted command gives the translations that were tuned.
@@ -242,6 +224,6 @@ def test_the_command_is_ready_to_paste(few, request, vocabulary, write, text, ca
         assert capsys.readouterr().out.splitlines() == references
         assert main([*command, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        values = [found.pop(name) for name in ("bleu", "before", "tokenize")]
-        assert values == [100, 100 - gained, "13a"]
+        expected = {"bleu": 100, "before": old, "tokenize": "13a"}
+        assert {name: found.pop(name) for name in expected} == expected
         assert found.keys() == (best.keys() if helps else set())
