@@ -178,13 +178,11 @@ def test_a_file_that_is_no_recipe_is_one_sentence(tmp_path, text, sentence):
     assert len(str(error.value)) < 250 + len(str(path))
 
 
-def test_aliases_and_merge_keys_serve(tmp_path):
+def test_aliases_serve(tmp_path):
     path = tmp_path / "recipe.yaml"
-    text = "train: &t {max_steps: 9}\noptim: &o {lr: 1}\n"
-    path.write_text(f"{text}grow: {{train: *t, optim: {{<<: *o, warmup: 2}}}}\n")
+    path.write_text("train: &t {max_steps: 9}\ngrow: {train: *t}\n")
     recipe = load_recipe(path, ["data.phrases=de", "train.max_steps=7"])
-    assert recipe.train.max_steps == 7
-    assert recipe.grow == {"train": {"max_steps": 9}, "optim": {"lr": 1, "warmup": 2}}
+    assert (recipe.train.max_steps, recipe.grow["train"]["max_steps"]) == (7, 9)
     path.write_text("model: &m {latent: *m}\n")
     with pytest.raises(RecipeError, match=r"^model\.latent: expected no options .*\.\.\.}}}$"):
         load_recipe(path)

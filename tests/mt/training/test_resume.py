@@ -7,7 +7,6 @@ import torch
 
 from deepfast.mt.models import DepthGrowing
 from deepfast.mt.training import CheckpointError, load_checkpoint, train
-from deepfast.mt.training.run_folder import prune
 from deepfast.mt.training.trainer import Trainer, Validation
 from tests.mt.training.runs import assert_same_runs, at_step, interrupt, rows
 
@@ -78,7 +77,8 @@ def test_a_run_resumes_to_the_bit(run, whole_run, killed_at, monkeypatch, tmp_pa
 
 def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(run, finished):
     folder = finished()
-    shutil.rmtree(folder / "step-00000004")
+    # A copy with a name of the user's own stays.
+    (folder / "step-00000004").rename(folder / "step-00000004-good")
     before = {path: path.stat().st_ino for path in folder.glob("step-*")}
     # What a killed run left half written.
     (folder / ".step-00000016.part").mkdir()
@@ -129,12 +129,3 @@ def test_a_run_that_ends_where_it_was_resumed_keeps_what_it_found_there(
     losses = [row["loss"] for row in rows(longer.output, "train")]
     assert losses == [row["loss"] for row in rows(whole_run({}).output, "train")]
     assert longer.best_nll == min(row["nll"] for row in rows(longer.output, "valid"))
-
-
-def test_steps_that_are_not_planned_are_not_kept(tmp_path):
-    paths = [tmp_path / f"step-{step:08d}" for step in (4, 6, 8, 10, 12, 13)]
-    for path in (*paths, tmp_path / "step-00000002-good"):
-        path.mkdir()
-    prune(tmp_path, 2, 4)
-    kept = [tmp_path / "step-00000002-good", *(paths[i] for i in (2, 4, 5))]
-    assert sorted(tmp_path.iterdir()) == kept
