@@ -42,8 +42,7 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
     assert page.read_text().count("\n| optim.lr=") == 2
     assert run["bleu_signature"] in page.read_text()
     assert picture.read_text().startswith("<?xml")
-    # What has finished is read, and other settings are refused. A value that is left out has no
-    # line.
+    # What has finished is read. A value that is left out has no line.
     stamps = [path.stat().st_mtime_ns for path in (first, second)]
     command = "phrases-small", *TINY, size, "--over", "optim.lr=1e-3"
     assert sweep(*command)[0] == 0
@@ -57,7 +56,8 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
     code, said = sweep("phrases-small", *TINY, "--over", "data.vocab_size=5000", output="failed")
     assert code == 1
     (_, failed, *_) = said.out.splitlines()
-    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: ")
+    # The command's name, with which the run's sentence begins, goes.
+    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: a vocabulary of ")
     table = (tmp_path / "failed" / "sweep.md").read_text()
     assert "\n| data.vocab_size=5000 | - | baseline | - | baseline |  | 1, 1 failed | - |" in table
     assert failed in table

@@ -47,10 +47,8 @@ def make(tmp_path):
 
     def runs(*names, seconds=0.01, seed=1, more=()):
         own = [f"optim.lr={seconds}", f"train.seed={seed}", *more]
-        return [
-            Run(Point(name), load_recipe("phrases-small", [*own, f"output={tmp_path / name}"]))
-            for name in names
-        ]
+        recipes = (load_recipe("phrases-small", [*own, f"output={tmp_path / n}"]) for n in names)
+        return list(map(Run, map(Point, names), recipes))
 
     return runs
 
@@ -69,8 +67,7 @@ def test_a_finished_run_is_not_made_again(make, tmp_path, capsys):
         assert [run.found for run in runs] == [{"seed": 2} | found, {"seed": 1} | found]
     # All first seeds run before any second one.
     assert [line[:2] for line in events(tmp_path)] == ["+a", "-a", "+b", "-b"]
-    said = "a, seed 1: dev NLL 2.5\nb, seed 2: dev NLL 2.5\n"
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == "a, seed 1: dev NLL 2.5\nb, seed 2: dev NLL 2.5\n"
     make_runs(make("c"), 0)
     assert len(events(tmp_path)) == 4
 
@@ -93,12 +90,11 @@ def test_jobs_at_once_share_the_cores_and_the_gpus(make, tmp_path, monkeypatch):
     assert events(tmp_path)[-1].split() == ["-e", "None", "3,5"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_processes(make, tmp_path, number):
+def test_a_signal_ends_all_processes(make, tmp_path):
     def send():
         while len(events(tmp_path)) < 2:
             time.sleep(0.02)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send).start()
     runs = make("a", "b", "c", seconds=60)
