@@ -42,20 +42,22 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
     assert page.read_text().count("\n| optim.lr=") == 2
     assert run["bleu_signature"] in page.read_text()
     assert picture.read_text().startswith("<?xml")
-    stamps = [path.stat().st_mtime_ns for path in (first, second)]
     # What has finished is read. A value that is left out has no line.
+    stamps = [path.stat().st_mtime_ns for path in (first, second)]
     command = "phrases-small", *TINY, size, "--over", "optim.lr=1e-3"
     assert sweep(*command)[0] == 0
     assert page.read_text().count("\n| optim.lr=") == 1
-    assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
     code, said = sweep(*command, "model.ffn_dim=16")
     assert code == 1
-    assert "expected a run with the same settings" in said.err
+    told = "expected a run with the same settings, got other settings (model.ffn_dim 8 -> 16); "
+    assert told in said.err
+    assert [path.stat().st_mtime_ns for path in (first, second)] == stamps
 
     code, said = sweep("phrases-small", *TINY, "--over", "data.vocab_size=5000", output="failed")
     assert code == 1
     (_, failed, *_) = said.out.splitlines()
-    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: ")
+    # The command's name, with which the run's sentence begins, goes.
+    assert failed.startswith("data.vocab_size=5000, seed 1: failed, exit 1: a vocabulary of ")
     table = (tmp_path / "failed" / "sweep.md").read_text()
     assert "\n| data.vocab_size=5000 | - | baseline | - | baseline |  | 1, 1 failed | - |" in table
     assert failed in table
@@ -64,7 +66,7 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
 SYSTEMS = """
 sweep:
   seeds: 2
-  pilots: {key: optim.lr, values: [0.001, 1.0e+38], steps: 2}
+  pilots: {key: optim.lr, values: [1.0e+38, 0.001], steps: 2}
   systems:
     plain: {model: {encoder_connection: residual}}
     DLCL: {model: {encoder_connection: dlcl}, train: {max_steps: 4}}
@@ -103,11 +105,11 @@ def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
     assert "DLCL, optim.lr=1e+38, seed 1: diverged, step " in said.out
     assert len(list((tmp_path / "ids").rglob("about.json"))) == len(learned) == 1
     text = (output / "sweep.md").read_text()
-    assert "\n- DLCL: dev NLL of pilots: optim.lr=0.001 " in text
+    assert "\n- DLCL: dev NLL of pilots: optim.lr=1e+38 -, optim.lr=0.001 " in text
+    assert "  lr: 0.001\n" in (output / "DLCL" / "seed-2" / "recipe.yaml").read_text()
     assert "\n- once: " not in text
     # The page states the case of its BLEU.
     assert "`nrefs:1|case:lc|" in text
-    assert "case:mixed" not in text
     assert [len(list((output / name).iterdir())) for name in ("DLCL", "once")] == [2, 1]
     # What a run leaves is enough: the rest may go, and nothing is made again.
     kept = {path: path.read_bytes() for path in output.rglob("result.json")}

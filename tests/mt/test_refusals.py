@@ -1,6 +1,5 @@
 """What the functions and classes of the toolkit refuse, each with one sentence."""
 
-import math
 import re
 from functools import partial
 
@@ -16,10 +15,8 @@ from tests.mt.models.kinds import RECURRENT, SIZES, both, make
 WHOLE = "expected an integer of at least 1"
 TRANSFORMER = [
     ({"decoder_layers": 2.5}, f"decoder_layers: {WHOLE} and at most 65536, got 2.5"),
-    ({"num_head": 3}, "num_head: unknown key, the nearest one is num_heads"),
     ({"dim": 18, "num_heads": 4}, "dim: expected an even multiple of num_heads 4, got 18"),
     ({"dropout": 1.0}, "dropout: expected a number in [0, 1), got 1.0"),
-    ({"dropout": math.nan}, "dropout: expected a number in [0, 1), got nan"),
     ({"decoder_norm": "mid"}, "decoder_norm: expected one of pre, post, deepnorm or null"),
     ({"decoder_norm": "deepnorm", "decoder_connection": "dlcl"},
      "decoder_connection: expected residual with norm deepnorm, got 'dlcl'"),
@@ -55,7 +52,6 @@ LSTM = [
     ({"lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
 ]
 OPTIONS = [
-    ({"beam": 0}, f"beam: {WHOLE} and at most 65536, got 0"),
     ({"nbest": 5}, "nbest: expected at most beam 4, got 5"),
     ({"max_length": 0}, f"max_length: {WHOLE} or null, got 0"),
     ({"length_penalty": -0.1}, "length_penalty: expected a number of at least 0 and at most 10"),
@@ -63,7 +59,6 @@ OPTIONS = [
     ({"length_form": "wu"}, "length_form: expected one of gnmt, power, got 'wu'"),
     ({"gamma": 1.0}, "gamma: expected deep_shallow beside it, got 1.0"),
     ({"replace_unknown": True, "no_unknown": True}, "expected false with no_unknown or deep_shal"),
-    ({"replace_unknown": True, "deep_shallow": True}, "expected false with no_unknown or deep_sh"),
 ]
 MADE = (
     (partial(TransformerConfig, **SIZES), TRANSFORMER),
@@ -103,14 +98,14 @@ def test_refused_for_these_models():
     vocabulary, other = Vocabulary.train(text, 30), Vocabulary.train(text, 25)
     model, deep = small(vocab_size=30), DecodingOptions(deep_shallow=True)
     blind = make("Deep-ED", torch.float32, vocab_size=30)
+    unknown, told = DecodingOptions(replace_unknown=True), "with attention over the source, got D"
     for models, own, options, sentence in (
         (model, vocabulary, deep, "_growing, got Transformer"),
         (Ensemble([model] * 2), vocabulary, deep, "got Ensemble"),
         (model, other, DecodingOptions(), "of the model's 30 pieces, got 25"),
-        *((one, vocabulary, DecodingOptions(replace_unknown=True),
-           "with attention over the source, got Deep-ED")
-          for one in (blind, Ensemble([model, blind]))),
-    ):  # fmt: skip
+        (blind, vocabulary, unknown, told),
+        (Ensemble([model, blind]), vocabulary, unknown, told),
+    ):
         with pytest.raises(ValueError, match=sentence):
             search.translate_lines(models, own, ["a"], options)
     for lines, references, options, sentence in (

@@ -8,14 +8,7 @@ import pytest
 
 from deepfast.mt.search.score import sentence_counts
 from deepfast.mt.sweep.grid import points
-from deepfast.mt.sweep.table import (
-    cells,
-    differences,
-    interval,
-    page,
-    resampled,
-    sentence_interval,
-)
+from deepfast.mt.sweep.table import cells, differences, interval, page, resampled, sentence_interval
 
 MACHINE = {"cpu": "Some CPU", "torch": "2.0", "commit": None}
 RUN = {"test_bleu": 20.0, "nll": 1.5, "machine": MACHINE, "bleu_signature": "case:lc"}
@@ -46,7 +39,6 @@ def test_the_page_has_a_line_for_each_point_and_tells_what_failed():
 - model.norm=post, seed 1: failed, exit 1: data: no text
 - model.norm=post, seed 2: diverged, step 3: the loss is nan
 """)
-    assert "](sweep.svg)" in text
     assert "`case:lc`" in text
 
 
@@ -76,8 +68,8 @@ def test_resampled_sentences_are_the_same_of_all_runs():
     good, bad = [run(0.9, 1), run(0.9, 2)], [run(0.6, 1), run(0.6, 2)]
     low, high = sentence_interval(good, bad)
     assert 0 < low < high < 100
+    assert resampled(good[0]["sentences"]).std() > 0
     # Paired: a run against itself has no noise, whatever sentences are drawn.
     assert sentence_interval(good, good) == (0.0, 0.0)
-    assert resampled(good[0]["sentences"]).std() > 0
-    assert sentence_interval(good, [{"seed": 1}]) is None
-    assert sentence_interval(good, [run(0.9, 7)]) is None
+    for other in ({"seed": 1}, run(0.9, 7)):
+        assert sentence_interval(good, [other]) is None

@@ -102,14 +102,13 @@ def finished(whole_run, tmp_path):
 
 
 @pytest.fixture
-def killed_at(make_recipe, monkeypatch):
-    """killed_at(step, changes) kills a run in the given step of the given class of model, or when
-    what `prepare(patch)` patches is called after the step began."""
+def killed_at(run, monkeypatch):
+    """killed_at(step, changes) kills a run in the given step of the given class of model."""
 
-    def run(step, changes=(), prepare=die, model=torch.nn.Module):
+    def killed(step, changes=(), model=torch.nn.Module):
         with monkeypatch.context() as patch:
-            at_step(patch, step, lambda trainer: prepare(patch), model)
+            at_step(patch, step, die, model)
             with pytest.raises(Killed):
-                train(make_recipe(changes), quiet=True)
+                run(changes)
 
-    return run
+    return killed

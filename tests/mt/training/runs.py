@@ -1,8 +1,10 @@
 """What tests of whole runs share: their metrics and files, and how to strike in a step."""
 
+import errno
 import json
 import math
-import socket
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -42,9 +44,8 @@ def _numbers(value):
 
 def assert_losses_agree(one, other):
     """Losses, gradient norms and validations of two runs, to rounding."""
-    one, other = rows(one), rows(other)
-    assert [(r["event"], r["step"]) for r in one] == [(r["event"], r["step"]) for r in other]
-    for expected, got in zip(one, other, strict=True):
+    for expected, got in zip(rows(one), rows(other), strict=True):
+        assert (got["event"], got["step"]) == (expected["event"], expected["step"])
         for key in expected:
             if key in ("loss", "nll", "accuracy") or key.startswith("grad_norm"):
                 near = pytest.approx(_numbers(expected[key]), rel=1e-5, nan_ok=True)
@@ -92,13 +93,23 @@ def die(*args):
     raise Killed
 
 
-def free_port():
-    with socket.create_server(("localhost", 0)) as free:
-        return free.getsockname()[1]
+def interrupt(trainer):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def as_rank(monkeypatch, port, rank, size):
-    """The variables by which torchrun tells a process that it is one of several ranks."""
-    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", rank), ("WORLD_SIZE", size),
-                        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):  # fmt: skip
-        monkeypatch.setenv(name, str(value))
+def in_save(trainer, act):
+    """Calls ``act`` when a checkpoint is written, after the metrics before it."""
+    metrics = os.stat(os.path.join(trainer.recipe.output, "metrics.jsonl"))
+
+    def fsync(descriptor):
+        if not os.path.samestat(os.fstat(descriptor), metrics):
+            act()
+
+    os.fsync = fsync
+
+
+def full_disk(trainer):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    in_save(trainer, full)

@@ -1,6 +1,5 @@
 """The folder of a step: whole after a kill at any point, refused where it is damaged."""
 
-import errno
 import itertools
 import os
 import pickle
@@ -17,7 +16,7 @@ from deepfast.mt.training.ranks import Ranks
 from deepfast.mt.training.run_folder import prune, recover, step_checkpoints
 from deepfast.mt.training.saving import Saving
 from tests.mt.models.test_checkpoint import Evil
-from tests.mt.training.runs import tensors
+from tests.mt.training.runs import Killed, die, tensors
 
 CONTENT = {"step": 4, "kind": "transformer", "config": {}, "vocabulary": b"v", "recipe": {},
            "training": {}}  # fmt: skip
@@ -105,32 +104,13 @@ def test_a_folder_has_no_pickle_and_a_damaged_file_is_an_error(tmp_path, capsys)
 
 def test_a_rank_that_lost_the_first_one_leaves_it_its_folder(tmp_path, monkeypatch):
     """Where torchrun was killed, the first rank may still rename it."""
-    share = tmp_path / ".step-00000003.part" / "__0_0.distcp"
-    share.parent.mkdir()
-    share.touch()
-
-    def lost(ranks, work):
-        raise torch.distributed.DistNetworkError("the store does not answer")
-
-    monkeypatch.setattr(Ranks, "by_first", lost)
-    with pytest.raises(torch.distributed.DistNetworkError):
-        saving._write_folder(tmp_path / "step-00000003", CONTENT, {}, Ranks(1, 2))
+    path = tmp_path / "step-00000003"
+    share = path.with_name(f".{path.name}.part")
+    share.mkdir()
+    monkeypatch.setattr(Ranks, "by_first", die)
+    with pytest.raises(Killed):
+        saving._write_folder(path, CONTENT, {}, Ranks(1, 2))
     assert share.exists()
-
-
-def test_a_full_disk_leaves_the_earlier_steps(tmp_path, monkeypatch):
-    path = write(tmp_path, 1.0)
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError) as error:
-        write(tmp_path, 2.0, 8)
-    told = "the checkpoint cannot be written (No space left on device); earlier ones are intact"
-    assert str(error.value) == f"{tmp_path}/step-00000008: {told}"
-    assert list(tmp_path.iterdir()) == [path]
-    assert value_of(path) == 1.0
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -148,17 +128,15 @@ def test_a_step_is_saved_and_restored_as_it_is(make_trainer, tmp_path, steps):
     saved = tensors(path)
     kinds = {name.partition(".")[0] for name in saved}
     assert kinds == ({"model", "optimizer"} if steps else {"model"})
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     again = Saving(tmp_path, other, other.recipe.train)
     again.restore(read_run(path), path)
-    assert len(other.optimizer.state) == len(state)
     restored = again._tensors()
     assert restored.keys() == saved.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
     # Rates are the recipe's.
     assert {group["lr"] for group in other.optimizer.param_groups} == {1.0}
-    loaded, _ = load_model(path)
-    assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
+    for found in (model, load_model(path)[0]):
+        assert all(torch.equal(p, before[name]) for name, p in found.named_parameters())
     for one in (trainer, other):
         one.train_step()
         assert len(one.optimizer.state) == len(one.parameters)

@@ -8,11 +8,7 @@ import pytest
 from deepfast.mt.training import norms_table
 from deepfast.mt.training.report import Report
 
-ROW = {
-    "step": 20, "epoch": 0, "loss": 2.5, "nll": 2.0, "ppl": 7.389, "lr": 1e-3, "grad_norm": 0.7,
-    "source_tokens_per_second": 1234.0, "target_tokens_per_second": 1100.0,
-    "memory_bytes": 2**30, "grad_norm_encoder": [0.5, None, 0.25], "encoder_used": [0, 2],
-}  # fmt: skip
+ROW = {"step": 20, "loss": 2.5, "grad_norm_encoder": [0.5, None, 0.25], "encoder_used": [0, 2]}
 
 
 def test_the_table_of_norms():

@@ -31,23 +31,18 @@ def test_every_sentence_once_and_as_many_parts_on_each_rank(counts, size, whole)
     parts = list(itertools.chain(*ranks))
     seen = [i for batch, counts in parts if counts for i in batch.indices]
     assert sorted(seen) == list(range(sum(counts)))
-    for name in ("source_tokens", "target_tokens"):
-        total = sum(getattr(batch, name) for batch in batches)
-        assert sum(getattr(batch, name) for batch, counts in parts if counts) == total
     # A rank without a sentence still takes part.
     assert all(len(batch) == 1 for batch, counts in parts if not counts)
 
 
 def test_ranks_take_whole_micro_batches_as_far_as_they_can():
     batches = step([9, 3, 7, 5])
-    for size, parts in ((2, 2), (4, 1)):
+    for size, parts in ((2, 2), (4, 1), (8, 1), (3, 4)):
         ranks = [shares(batches, rank, size) for rank in range(size)]
-        taken = [batch.indices for mine in ranks for batch, _ in mine]
-        assert sorted(taken) == sorted(batch.indices for batch in batches)
         assert {len(mine) for mine in ranks} == {parts}
-    # Eight ranks are pairs, three divide each micro-batch.
-    assert len(shares(batches, 0, 8)) == 1
-    assert len(shares(batches, 0, 3)) == 4
+        if size in (2, 4):
+            taken = [batch.indices for mine in ranks for batch, _ in mine]
+            assert sorted(taken) == sorted(batch.indices for batch in batches)
     assert len(shares(batches, 0, 2, whole=False)) == 4
     # Parts have about the same tokens.
     (batch,) = step([60])

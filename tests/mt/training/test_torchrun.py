@@ -5,12 +5,11 @@ checkpoint stays. `test_ranks` tests in one process what does not need several.
 Starting ranks takes seconds, so one start trains several recipes. This file is also the program of
 the ranks:
 
-    torchrun --nproc-per-node 2 test_torchrun.py FAULT:RANK:STEP:RECIPE ...
+    torchrun --nproc-per-node 2 test_torchrun.py FAULT:RANK:RECIPE ...
 
-A fault comes only in the first start, not after torchrun has started the ranks again.
+A fault comes in step 7 of the first start alone, not after torchrun has started the ranks again.
 """
 
-import errno
 import itertools
 import os
 import re
@@ -28,14 +27,21 @@ from deepfast.cli import main
 from deepfast.mt.training import dump_recipe, load_checkpoint, saving, train
 from deepfast.mt.training.ranks import restarts
 from deepfast.mt.training.trainer import Trainer
-from tests.mt.training.runs import assert_losses_agree, assert_same_runs, names, rows
+from tests.mt.training.runs import (
+    assert_losses_agree,
+    assert_same_runs,
+    full_disk,
+    in_save,
+    names,
+    rows,
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 
-AT, SAVED = 7, "step-00000004"
+SAVED = "step-00000004"
 KINDS = ("ddp", "fsdp")
 # Rounding may move the input of a relu across 0, where its gradient jumps; gelu has no such place.
 PLAIN = {"model.dropout": 0.0, "model.activation": "gelu", "train.max_steps": 20,
@@ -57,31 +63,6 @@ def nan(trainer):
     module.register_forward_hook(lambda module, inputs, output: output * torch.nan)
 
 
-def memory(trainer):
-    def exhausted(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines.")
-
-    trainer.model.decoder.layers[0].register_forward_pre_hook(exhausted)
-
-
-def in_save(trainer, act):
-    """Calls ``act`` when a checkpoint is written, after the metrics before it."""
-    metrics = os.stat(os.path.join(trainer.recipe.output, "metrics.jsonl"))
-
-    def fsync(descriptor):
-        if not os.path.samestat(os.fstat(descriptor), metrics):
-            act()
-
-    os.fsync = fsync
-
-
-def disk(trainer):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    in_save(trainer, full)
-
-
 def stopped_before_save(trainer):
     """In what the first rank does while the others wait for it."""
     saving.make_folder = lambda folder: stopped(trainer)
@@ -90,10 +71,9 @@ def stopped_before_save(trainer):
 FAULTS = {
     "nan": ("fsdp", nan, "step 7: the loss is nan; the first value that is not finite is the "
             "output of encoder.layers.1.feed_forward.down (Linear)"),
-    "memory": ("ddp", memory, "out of memory (CUDA out of memory. Tried to allocate 20 GiB.)"),
-    "disk": ("fsdp", disk, "{folder}/step-00000008: the checkpoint cannot be written (No space "
-             "left on device); earlier ones are intact"),
-    "killed": ("ddp", killed, SILENT),
+    "disk": ("fsdp", full_disk, "{folder}/step-00000008: the checkpoint cannot be written (No space"
+             " left on device); earlier ones are intact"),
+    "killed": ("ddp", killed, None),
     "killed_in_save": ("ddp", lambda trainer: in_save(trainer, lambda: killed(trainer)), SILENT),
     "stopped": ("fsdp", stopped, SILENT),
     "stopped_before_save": ("ddp", stopped_before_save, SILENT),
@@ -105,12 +85,12 @@ FAULTS = {
 end; None for faults with tests of their own."""
 
 
-def wait_for_all(recipe, seconds=60):
+def wait_for_all(recipe):
     """Waits until all ranks have ended the run. The first one would else begin the next run alone,
     and wait there no longer than the timeout; with torch 2.15 the others notice a fault later."""
     Path(f"{recipe}.ended{os.environ['RANK']}").touch()
     every = [Path(f"{recipe}.ended{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while not all(path.exists() for path in every) and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -120,10 +100,10 @@ def train_as_a_rank(words):
     torch.set_num_threads(1)
     original, fsync = Trainer.train_step, os.fsync
     for word in words:
-        fault, rank, step, recipe = word.split(":", 3)
+        fault, rank, recipe = word.split(":", 2)
 
-        def train_step(self, fault=fault, rank=rank, step=int(step), recipe=recipe):
-            due = os.environ["RANK"] == rank and restarts() == 0 and self.step + 1 == step
+        def train_step(self, fault=fault, rank=rank, recipe=recipe):
+            due = os.environ["RANK"] == rank and restarts() == 0 and self.step == 6
             if due and fault in FAULTS:
                 Path(f"{recipe}.began").touch()
                 FAULTS[fault][1](self)
@@ -157,7 +137,7 @@ def torchrun(make_recipe, tmp_path):
             output = {"output": str(tmp_path / changes.get("output", name))}
             path = tmp_path / f"{name}.yaml"
             path.write_text(dump_recipe(make_recipe(changes | output)))
-            words.append(f"{name}:{rank}:{AT}:{path}")
+            words.append(f"{name}:{rank}:{path}")
         process = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
              str(size), *options, __file__, *words],
@@ -194,42 +174,38 @@ def test_ranks_train_and_resume_as_one_process(torchrun, make_recipe, tmp_path):
     # The second validation, right before the save at step 10, is worse than the first.
     restarted = PLAIN | {"optim.accumulate": 3, "model.dropout": 0.2, "optim.restart_step": 6,
                          "optim.restart_lr": 3.0}  # fmt: skip
-    recipes = {}
+    two, four = {}, {"of-one": PLAIN | {"parallel.kind": "fsdp", "resume": True}}
     for kind in KINDS:
         own = {"parallel.kind": kind}
-        recipes[f"{kind}-whole"] = restarted | own
-        recipes[f"{kind}-first"] = restarted | own | begun | {"output": f"{kind}-again"}
-        recipes[f"{kind}-again"] = restarted | own | {"resume": True}
-        recipes[f"{kind}-half"] = PLAIN | own | begun
-        recipes |= {f"{kind}-{name}": PLAIN | own | changes for name, changes in MODELS.items()}
-    done = torchrun(2, recipes)
+        two[f"{kind}-whole"] = restarted | own
+        two[f"{kind}-first"] = restarted | own | begun | {"output": f"{kind}-again"}
+        two[f"{kind}-again"] = restarted | own | {"resume": True}
+        two[f"{kind}-half"] = PLAIN | own | begun
+        two |= {f"{kind}-{name}": PLAIN | own | changes for name, changes in MODELS.items()}
+        four[f"{kind}-half"] = PLAIN | own | {"train.max_steps": 15, "resume": True}
+    done = torchrun(2, two)
     assert done.code == 0, done.error
     for kind in KINDS:
         assert_same_runs(tmp_path / f"{kind}-whole", tmp_path / f"{kind}-again")
         best = [row["best"] for row in rows(tmp_path / f"{kind}-whole", "valid")]
         assert best[:2] == [True, False]
+        shutil.copytree(tmp_path / f"{kind}-half", tmp_path / f"{kind}-of-two")
     for name, changes in MODELS.items():
         one = alone(f"one {name}", PLAIN | changes)
-        stages = ("stage1", "stage2") if name == "growing" else ("",)
-        for kind, stage in itertools.product(KINDS, stages):
-            first = one.parent if stage else one
-            assert_losses_agree(first / stage, tmp_path / f"{kind}-{name}" / stage)
+        for kind in KINDS:
+            folder = tmp_path / f"{kind}-{name}"
+            assert_losses_agree(one, folder / "stage2" if name == "growing" else folder)
 
-    one = alone("one", PLAIN)
-    shutil.copytree(one, tmp_path / "of-one")
+    one = alone("of-one", PLAIN)
+    whole = shutil.copytree(one, tmp_path / "whole")
     for step in (10, 15, 20):
-        shutil.rmtree(tmp_path / "of-one" / f"step-{step:08d}")
-    recipes = {"of-one": PLAIN | {"parallel.kind": "fsdp", "resume": True}}
-    for kind in KINDS:
-        shutil.copytree(tmp_path / f"{kind}-half", tmp_path / f"{kind}-of-two")
-        recipes[f"{kind}-half"] = PLAIN | {"parallel.kind": kind, "train.max_steps": 15,
-                                           "resume": True}  # fmt: skip
-    done = torchrun(4, recipes)
+        shutil.rmtree(one / f"step-{step:08d}")
+    done = torchrun(4, four)
     assert done.code == 0, done.error
-    assert_losses_agree(one, tmp_path / "of-one")
-    for name in (f"{kind}-{ranks}" for kind in KINDS for ranks in ("half", "of-two")):
-        path = alone(name, PLAIN | {"resume": True})
-        assert_losses_agree(one, path)
+    assert_losses_agree(whole, one)
+    for kind, ranks in itertools.product(KINDS, ("half", "of-two")):
+        path = alone(f"{kind}-{ranks}", PLAIN | {"resume": True})
+        assert_losses_agree(whole, path)
         assert (path / "step-00000020").is_dir()
 
 
