@@ -1,8 +1,8 @@
-"""Models of every kind, connected, against the literal loop around the same layers: a list of
-states, and each layer's input summed from it in plain PyTorch."""
+"""Models of every kind, connected, against the literal loop around the same layers or sublayers: a
+list of states, and each input summed from it in plain PyTorch."""
 
 import copy
-import functools
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ import deepfast
 from deepfast.attach import passes
 from deepfast.attach.passes import CONNECT_POLICIES
 from deepfast.reference.depth_mix import dlcl
-from tests.attach import models
-from tests.attach.models import CASES, READS, SUBLAYERS, assert_same, gradients, perturbed
+from tests.attach import layers, models
+from tests.attach.layers import BOTH, NAMES, SUMS, Checkpointed, TwoParts, connected, literal
+from tests.attach.models import CASES, READS, SUBLAYERS, X, assert_same, gradients, perturbed
 from tests.specifications import attention_residuals
 
 
@@ -31,7 +32,7 @@ def mixed(states, c):
     return attention_residuals.block(states, c.query, row, c.block)
 
 
-def make_literal(layers, connection):
+def make_literal(loop, connection):
     """Hooks of the layers replace the input of the first one and each output."""
     states = []
 
@@ -45,8 +46,8 @@ def make_literal(layers, connection):
         y = mixed(states, connection)
         return (y, *result[1:]) if isinstance(result, tuple) else y
 
-    layers[0].register_forward_pre_hook(begin)
-    for layer in layers:
+    loop[0].register_forward_pre_hook(begin)
+    for layer in loop:
         layer.register_forward_hook(push)
 
 
@@ -55,16 +56,15 @@ def literal_of(case, connected):
     model = copy.deepcopy(connected)
     connections, named = case.connections(model), dict(model.named_parameters())
     case.disconnect(model)
-    for (parent, layers), connection in zip(case.places(model), connections, strict=True):
-        make_literal(parent.get_submodule(layers), connection)
+    for (parent, name), connection in zip(case.places(model), connections, strict=True):
+        make_literal(parent.get_submodule(name), connection)
     return model, named
 
 
-def grads_and_output(case, model, named):
-    out = case.run(model)
-    out.square().mean().backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return {"output": out.detach(), **grads}
+def grads_and_output(out, named):
+    named = {n: p for n, p in named.items() if p.requires_grad}
+    grads = torch.autograd.grad(out.square().mean(), [*named.values()], materialize_grads=True)
+    return {"output": out.detach(), **dict(zip(named, grads, strict=True))}
 
 
 WAYS = [
@@ -80,8 +80,9 @@ WAYS = [
 def test_same_as_a_literal_loop(name, options):
     case = CASES[name]
     model = case.connected(**options)
-    wanted = grads_and_output(case, *literal_of(case, model))
-    assert_same(grads_and_output(case, model, dict(model.named_parameters())), wanted)
+    plain, named = literal_of(case, model)
+    wanted = grads_and_output(case.run(plain), named)
+    assert_same(grads_and_output(case.run(model), dict(model.named_parameters())), wanted)
 
 
 @pytest.mark.parametrize(("name", "options"), [*WAYS, *((name, READS) for name in SUBLAYERS)])
@@ -97,7 +98,7 @@ def test_layers_that_backward_runs_again(name, options, monkeypatch):
     def check(model, run=case.run, tolerance=1e-5):
         assert_same(gradients(model, run(model)), wanted, tolerance)
 
-    check(model, functools.partial(checkpoint, case.run, use_reentrant=False))
+    check(model, partial(checkpoint, case.run, use_reentrant=False))
     for recompute in CONNECT_POLICIES:
         again = case.connected(**options, recompute=recompute)
         check(again, tolerance=1e-5 if options == READS else 0)
@@ -152,9 +153,9 @@ def test_the_known_sublayers(name, options):
     for prepare in (lambda model: model, drop):
         found = []
         for run in (plain, model.double()):
-            run.zero_grad()
             torch.manual_seed(5)
-            found.append(grads_and_output(case, prepare(run), dict(run.named_parameters())))
+            out = case.run(prepare(run))
+            found.append(grads_and_output(out, dict(run.named_parameters())))
         new = {n: found[1].pop(n) for n in found[1].keys() - found[0].keys()}
         torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
         # Of each row; the queries' are zeros where the rows come to a gate of zero.
@@ -188,3 +189,65 @@ def test_features_and_checkpoints_of_timm():
     assert_same(gradients(model, model(x)), wanted, 0)
     deepfast.disconnect(model)
     assert not torch.equal(model.forward_features(x), after)
+
+
+def assert_literal(model):
+    """Output and gradients of a connected model are those of the literal loop."""
+    x, plain = X.double().requires_grad_(), copy.deepcopy(model)
+    connection, named = plain.depth_connection, dict(plain.named_parameters())
+    deepfast.disconnect(plain)
+    gamma = getattr(connection, "gamma", None)
+    if hasattr(connection, "gamma") and gamma is None:
+        gamma = torch.ones(connection.rows)
+    wanted = grads_and_output(literal(plain, x, connection.query, gamma), named | {"x": x})
+    got = grads_and_output(model(x), dict(model.named_parameters()) | {"x": x})
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+ONE, GATES, AGAIN = {"additive": "one"}, {"additive": "gated"}, {"recompute": "layer"}
+BY_KEYWORD = models.does(
+    lambda m, x: (h := x + m.attn(m.norm1(input=x))) + m.mlp(m.norm2(input=h)), layers.AddsInPlace
+)
+CHECKPOINTED = [
+    Checkpointed,
+    *(partial(layers.CheckpointedParts, *again) for again in ((1, 1), (1, 0), (0, 1))),
+]
+
+
+@pytest.mark.parametrize(("layer", "names", "options"), [
+    (TwoParts, NAMES, {"recompute": "layer+input"}),
+    (layers.SideBySide, [(("norm1", "norm2"), None)], {}),
+    (layers.AddsInPlace, BOTH, {}),
+    (BY_KEYWORD, BOTH, {}),
+    # Disconnecting the model leaves those in its layers connected.
+    (layers.Nested, NAMES, {}),
+    *((layer, NAMES, options) for layer in CHECKPOINTED for options in ({}, ONE, GATES)),
+    *((layer, names, options)
+      for layer, names in ((TwoParts, NAMES), (TwoParts, SUMS), (layers.Flat, NAMES))
+      for options in ({}, AGAIN, ONE, GATES, GATES | AGAIN)),
+    (layers.Flat, SUMS, {}),
+])  # fmt: skip
+def test_sublayers_are_those_of_a_literal_loop(layer, names, options):
+    model = connected(layer, names, **options)
+    assert_literal(model)
+    assert model.blocks.attachment.current.thread.layer_run is None
+    # A sublayer alone runs as ever.
+    assert model.blocks[0].mlp(X.double()).shape == X.shape
+
+
+def test_a_layer_that_checkpoints_itself_needs_no_policy():
+    with pytest.raises(RuntimeError, match="connect it with recompute='none'"):
+        assert_literal(connected(Checkpointed, recompute="layer"))
+
+
+def test_one_layer_in_all_places():
+    assert_literal(connected(cache(TwoParts)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_is_no_misfit(dtype):
+    """The sums of a layer in 16 bits, with large inputs."""
+    model = connected().to(dtype)
+    for scale in (1, 1000):
+        model.depth_connection.query.data.zero_()
+        assert model(scale * X.to(dtype)).isfinite().all()
