@@ -1,11 +1,10 @@
 """Layers with two sublayers for the tests of their reads, and how to connect them."""
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepfast
-from tests.attach.models import D, Loop, perturbed
+from tests.attach.models import D, Loop, connected_loop
 from tests.specifications import attention_residuals
 
 NAMES = ("norm1", "attn"), ("norm2", None)
@@ -33,8 +32,9 @@ class TwoParts(nn.Module):
         )
 
     def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + 0.5 * self.mlp(self.norm2(x))
+        for part in self.parts():
+            x = x + part(lambda x=x: x)
+        return x
 
 
 class Checkpointed(TwoParts):
@@ -44,6 +44,20 @@ class Checkpointed(TwoParts):
         return checkpoint(super().__call__, x, use_reentrant=False)
 
 
+class CheckpointedParts(TwoParts):
+    """Checkpoints those of its sublayers that are ``again``, with their norms."""
+
+    def __init__(self, *again):
+        super().__init__()
+        self.again = again
+
+    def forward(self, x):
+        for part, again in zip(self.parts(), self.again, strict=True):
+            run = lambda x, part=part: part(lambda: x)  # noqa: E731
+            x = x + (checkpoint(run, x, use_reentrant=False) if again else run(x))
+        return x
+
+
 class SideBySide(TwoParts):
     def parts(self):
         def both(read):
@@ -51,43 +65,6 @@ class SideBySide(TwoParts):
             return self.attn(self.norm1(x)) + self.mlp(self.norm2(x))
 
         return (both,)
-
-    def forward(self, x):
-        return x + self.attn(self.norm1(x)) + self.mlp(self.norm2(x))
-
-
-class Differences(TwoParts):
-    """All of its sublayers are scaled behind their modules."""
-
-    def parts(self):
-        first, second = super().parts()
-        return lambda read: 2 * first(read), second
-
-    def forward(self, x):
-        x = x + 2 * self.attn(self.norm1(x))
-        return x + 0.5 * self.mlp(self.norm2(x))
-
-
-class CheckpointedParts(TwoParts):
-    """Checkpoints both of its sublayers with their norms."""
-
-    first = second = True
-
-    def forward(self, x):
-        def part(module, norm, x, again):
-            run = lambda x: module(norm(x))  # noqa: E731
-            return checkpoint(run, x, use_reentrant=False) if again else run(x)
-
-        x = x + part(self.attn, self.norm1, x, self.first)
-        return x + 0.5 * part(self.mlp, self.norm2, x, self.second)
-
-
-class CheckpointedFirst(CheckpointedParts):
-    second = False
-
-
-class CheckpointedSecond(CheckpointedParts):
-    first = False
 
 
 class AddsInPlace(TwoParts):
@@ -109,12 +86,6 @@ class Flat(TwoParts):
         return (flat + 0.5 * self.mlp(self.norm2(flat))).view(x.shape)
 
 
-class ByKeyword(TwoParts):
-    def forward(self, x):
-        x = x + self.attn(self.norm1(input=x))
-        return x + 0.5 * self.mlp(self.norm2(input=x))
-
-
 class Nested(TwoParts):
     """Its second sublayer is a connected model."""
 
@@ -124,14 +95,18 @@ class Nested(TwoParts):
         deepfast.connect(self.mlp, norm="pre", connection="attnres", sublayers=NAMES)
 
 
+class DropsBehind(TwoParts):
+    """With a dropout behind its first module."""
+
+    def forward(self, x):
+        x = x + nn.functional.dropout(self.attn(self.norm1(x)), 0.5, self.training)
+        return x + self.mlp(self.norm2(x))
+
+
 def connected(layer=TwoParts, sublayers=NAMES, **options):
     """In float64, always with the same parameters."""
-    torch.manual_seed(0)
-    model = perturbed(Loop(layer=layer)).double()
-    options = {"norm": "pre", "connection": "attnres"} | options
-    made = deepfast.connect(model, sublayers=sublayers, **options).double()
-    perturbed(made)
-    return model
+    options = {"connection": "attnres", "sublayers": sublayers} | options
+    return connected_loop(layer=layer, **options).double()
 
 
 def literal(model, x, query, gamma=None, size=None):

@@ -14,8 +14,6 @@ import deepfast
 from deepfast.attach.passes import NAME
 
 D, L, VOCAB, LENGTH = 32, 3, 50, 9
-AGAIN = ["layer", "layer+input"]
-"""The policies under which backward runs a layer again."""
 
 X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))
 
@@ -29,10 +27,15 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)).tanh()
 
 
-def every(blocks, x):
+def every(blocks, x, call=lambda block, x: block(x)):
     for block in blocks:
-        x = block(x)
+        x = call(block, x)
     return x
+
+
+def does(forward, base=Block):
+    """A class of layers with another forward."""
+    return type("Does", (base,), {"forward": forward})
 
 
 class Loop(nn.Module):
@@ -45,6 +48,22 @@ class Loop(nn.Module):
 
     def forward(self, x):
         return self.run(self.blocks, x)
+
+
+class Outer(nn.Module):
+    """Loops over the layers of a module whose forward it never calls."""
+
+    def __init__(self, encoder=None):
+        super().__init__()
+        self.encoder = encoder or Loop()
+
+    def forward(self, x):
+        return every(self.encoder.blocks, x)
+
+
+class CallsItself(Loop):
+    def forward(self, x, again=True):
+        return super().forward(self(x, False) if again else x)
 
 
 def connected_loop(run=every, layer=Block, **options):
@@ -114,41 +133,36 @@ class Case(NamedTuple):
     """The model's output, from inputs that are always the same."""
 
     def places(self, model):
-        """(path, parent, name of its list) for each parent."""
+        """Each parent, and the name of its list."""
         for place in self.parents:
             path, _, layers = place.partition(":")
-            yield path, model.get_submodule(path), layers
+            yield model.get_submodule(path), layers
 
-    def connect(self, model, connection="dlcl", **options):
-        """The connections, by path; they begin with their initial values."""
-        made = {}
-        for path, parent, layers in self.places(model):
-            layers = None if type(parent) is nn.Sequential else layers
-            made[path] = deepfast.connect(
-                parent, layers, norm=self.norm, connection=connection, **options
-            )
-        return made
+    def connect(self, model, **options):
+        """The connections; they begin with their initial values."""
+        options = {"norm": self.norm} | options
+        return [deepfast.connect(p, layers or None, **options) for p, layers in self.places(model)]
 
-    def connected(self, connection="dlcl", **options):
+    def connected(self, **options):
         """A connected model with random parameters, always the same."""
         torch.manual_seed(0)
         model = perturbed(self.make())
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config.use_cache = False
-        for made in self.connect(model, connection, **options).values():
+        for made in self.connect(model, **options):
             perturbed(made)
         return model
 
     def disconnect(self, model):
-        for _, parent, _ in self.places(model):
+        for parent, _ in self.places(model):
             deepfast.disconnect(parent)
 
     def connections(self, model):
-        return [parent._modules[NAME] for _, parent, _ in self.places(model)]
+        return [parent._modules[NAME] for parent, _ in self.places(model)]
 
     def layers(self, model):
-        return [m for _, p, name in self.places(model) for m in (getattr(p, name) if name else p)]
+        return [m for parent, name in self.places(model) for m in parent.get_submodule(name)]
 
 
 def ids(rows=2, length=7, seed=1):
@@ -202,6 +216,8 @@ CASES = {
     "torch post-norm": Case(torch_encoder, "post", (":layers",), _vectors),
     "torch pre-norm": Case(lambda: torch_encoder(True), "pre", (":layers",), _vectors),
     "sequential": Case(lambda: nn.Sequential(Block(), Block(), Block()), "pre", (":",), _vectors),
+    "below": Case(Outer, "pre", (":encoder.blocks",), _vectors),
+    "twice": Case(CallsItself, "pre", (":blocks",), _vectors),
     "timm": Case(_timm, "pre", (":blocks",), _image),
     "bert": _hf("BertForMaskedLM", "bert.encoder:layer", norm="post"),
     "modernbert": _hf(
@@ -221,7 +237,7 @@ CASES = {
 }
 PRE_NORM = [name for name, case in CASES.items() if case.norm == "pre"]
 """Attention residuals are for these."""
-SUBLAYERS = [name for name in PRE_NORM if name != "sequential"]
+SUBLAYERS = [name for name in PRE_NORM if name not in ("sequential", "below", "twice")]
 """Their sublayers are known."""
 READS = {"connection": "attnres", "sublayers": "auto"}
 GATED = READS | {"additive": "gated"}
@@ -277,9 +293,7 @@ class Loss(nn.Module):
 
 
 def assert_equal(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(got[name], wanted[name]), name
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 def assert_same(got, want, tolerance=1e-5):

@@ -2,6 +2,7 @@
 
 import copy
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -19,18 +20,10 @@ READS = {
 FULL = {"attnres_block_size": 1, "norm_eps": 1e-6}
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model, self.head = Loop(layers=L, layer=TwoParts), nn.Linear(D, 3)
-
-    def forward(self, x):
-        return self.head(self.model(x))
-
-
 def plain():
     torch.manual_seed(0)
-    return perturbed(Model()).double()
+    parts = OrderedDict(model=Loop(layers=L, layer=TwoParts), head=nn.Linear(D, 3))
+    return perturbed(nn.Sequential(parts)).double()
 
 
 def connected(config, **more):
@@ -61,15 +54,13 @@ def checkpoint(kind):
 def test_in_and_out(kind, config, size):
     """size: the sublayers in a block."""
     state, queries, gains = checkpoint(kind)
-    model, x = connected(types.SimpleNamespace(**config)), X.double()
+    model, literally, x = connected(types.SimpleNamespace(**config)), plain(), X.double()
     deepfast.load_attnres(model, copy.copy(state))
-    literally = plain()
     # The gain of an RMSNorm in the scores scales the query.
     wanted = literally.head(literal(literally.model, x, queries * gains, size=size))
     torch.testing.assert_close(model(x), wanted, rtol=1e-10, atol=1e-10)
     again = deepfast.attnres_state_dict(model, kind)
-    assert again.keys() == state.keys()
-    assert all(torch.equal(again[name], state[name]) for name in state)
+    torch.testing.assert_close(dict(again), dict(state), rtol=0, atol=0)
 
 
 def load(model, **changes):
@@ -81,18 +72,14 @@ def load(model, **changes):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda m: load(m, res_proj__weight=None), "the checkpoint has no model.res_proj.weight"),
-    (lambda m: load(m, res_norm__weight=torch.ones(3)),
-     r"model.res_norm.weight must be \(32,\), got \(3,\)"),
-    (lambda m: load(m, depth_connection__query=torch.ones(11, D)),
-     "has the reads under two names, also model.depth_connection.query"),
+    (lambda m: load(m, res_norm__weight=torch.ones(3)), r"weight must be \(32,\), got \(3,\)"),
+    (lambda m: load(m, depth_connection__query=torch.ones(11, D)), "the reads under two names"),
     (lambda m: deepfast.load_attnres(m, plain().state_dict()),
      "expected the names of fla or k3, such as model.blocks.0.attn_res_proj.weight"),
-    (lambda m: load(plain()), "expected a Model with one deepfast.connect, .* got 0"),
+    (lambda m: load(plain()), "expected a Sequential with one deepfast.connect, .* got 0"),
     (lambda m: load("model"), "model must be a module, got str"),
-    (lambda m: load(connected(FULL, additive="one")),
-     r"'additive': False, .*, got .*'additive': True"),
-    (lambda m: load(connected(FULL, sublayers=None)),
-     r"'reads': 2, 'norm_affine': True, .* got .*'reads': 1"),
+    (lambda m: load(connected(FULL, additive="one")), "'additive': False.* got .*'additive': True"),
+    (lambda m: load(connected(FULL, sublayers=None)), "expected {'reads': 2.* got {'reads': 1"),
     (lambda m: deepfast.attnres_state_dict(m, "kimi"), "names must be"),
     (lambda m: deepfast.attnres_options({"hidden_size": 3}),
      "a config with either attnres_block_size or attn_res_block_size, .* got {}"),
@@ -103,7 +90,7 @@ def load(model, **changes):
 ])  # fmt: skip
 def test_refused_checkpoints_change_nothing(call, message):
     model = connected(FULL)
-    before = {n: p.clone() for n, p in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises((TypeError, ValueError), match=message):
         call(model)
-    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -1,69 +1,51 @@
-"""How a connected loop treats its layers, and what it warns of."""
+"""A connected loop: how it treats its layers, what it warns of, and its copies, devices, threads,
+modes and passes."""
 
 import copy
+import functools
+import gc
 import pickle
-import signal
+import threading
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 from deepfast import connect, disconnect
-from tests.attach.models import Block, Loop, X, connected_loop, every, torch_encoder
-from tests.attach.test_refusals import Nested, Outer, done
+from deepfast.attach.passes import CONNECT_POLICIES, NAME
+from tests.attach import models
+from tests.attach.layers import connected
+from tests.attach.models import CASES, READS, Block, Loop, X, connected_loop, every, gradients
+from tests.attach.test_refusals import done
 
 
-@pytest.mark.parametrize(("make", "layers"), [(Nested, "transformer.h"), (Outer, "encoder.blocks")])
-def test_a_list_below_the_module_that_loops(make, layers):
-    torch.manual_seed(0)
-    parent, flat = make(), Loop()
-    plain = parent(X)
-    flat.blocks.load_state_dict(parent.get_submodule(layers).state_dict())
-    for module, name in ((parent, layers), (flat, None)):
-        connect(module, name, norm="pre")
-        module(X).sum().backward()
-    assert torch.equal(parent(X), flat(X))
-    assert torch.equal(parent.depth_connection.weight.grad, flat.depth_connection.weight.grad)
-    disconnect(parent)
-    assert torch.equal(parent(X), plain)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in parent.modules())
-
-
+@pytest.mark.filterwarnings("error")
 def test_layers_that_run_without_their_parent_are_warned_of_once():
-    outer = Outer(done(Loop()))
-    told = "layers of Loop.blocks run in training .* forward of Loop does not"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outer.encoder(X).sum().backward()
-        outer.eval()(X)
+    outer = models.Outer(done(Loop()))
+    outer.encoder(X).sum().backward()
+    outer.eval()(X)
     # The copies warn too, but the copy of a layer, which may run on its own, does not.
     copies = [copy.deepcopy(outer), pickle.loads(pickle.dumps(outer)), outer]
     layer = copy.deepcopy(outer.encoder.blocks[0]).train()
     assert len(pickle.dumps(layer)) < len(pickle.dumps(outer)) / 2
+    told = "layers of Loop.blocks run in training .* forward of Loop does not"
     for model in copies:
         with pytest.warns(UserWarning, match=told):
             model.train()(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outer(X).sum().backward()
-        outer.encoder(X)
-        outer(X)
-        layer(X)
+    outer(X).sum().backward()
+    outer.encoder(X)
+    outer(X)
+    layer(X)
 
 
-class Stream(Block):
-    """Returns its output and the residual stream, which its loop gives back to it."""
-
-    def forward(self, x, residual):
-        return self.linear(x), residual + x
-
-
-class PassedOn(Block):
-    """Returns what its loop passes on, beside its whole output."""
-
-    def forward(self, x, other):
-        return x + self.linear(x), other
+RESIDUAL = functools.partial(every, call=lambda block, x: x + block(x))
+# It returns its output and the residual stream, which its loop gives back to it.
+STREAM = models.does(lambda m, x, residual: (m.linear(x), residual + x))
+# It returns what its loop passes on, beside its whole output.
+PASSED_ON = models.does(lambda m, x, other: (x + m.linear(x), other))
 
 
 def streams(blocks, x):
@@ -73,15 +55,11 @@ def streams(blocks, x):
     return x + other
 
 
-def residual(blocks, x):
-    return every([lambda x, b=b: x + b(x) for b in blocks], x)
-
-
 @pytest.mark.parametrize(("parent", "told"), [
     (Loop(), None),
-    (Loop(residual), r"layer 1 of Loop.blocks gets something else than the output that layer 0"),
-    (Loop(streams, layer=Stream), r"layer 1 of Loop.blocks gets a second tensor"),
-    (Loop(streams, layer=PassedOn), None),
+    (Loop(RESIDUAL), r"layer 1 of Loop.blocks gets something else than the output that layer 0"),
+    (Loop(streams, layer=STREAM), r"layer 1 of Loop.blocks gets a second tensor"),
+    (Loop(streams, layer=PASSED_ON), None),
 ])  # fmt: skip
 def test_a_loop_that_changes_what_its_layers_return_is_warned_of(parent, told):
     connect(parent, norm="pre")
@@ -89,42 +67,33 @@ def test_a_loop_that_changes_what_its_layers_return_is_warned_of(parent, told):
         with context(), warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             parent(X)
-        said = [str(w.message) for w in found]
-        assert bool(said) == (told is not None)
-        assert all(told in text for text in said[:1])
+        assert bool(found) == (told is not None)
+        assert all(told in str(w.message) for w in found[:1])
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("norm_first", "right", "wrong"), [
-    (False, "post", "pre"), (True, "pre", "post"),
-])  # fmt: skip
-def test_the_other_norm_than_the_layers_have_is_told(norm_first, right, wrong):
-    with pytest.warns(UserWarning, match=f"norm='{wrong}' differs .* norm_first={norm_first}"):
-        connect(torch_encoder(norm_first), norm=wrong)
-    connect(torch_encoder(norm_first), norm=right)
-    connect(torch_encoder(norm_first), norm=None)
-
-
-class Wide(Block):
-    """A layer of another class."""
-
-    def forward(self, x, scale=1.0):
-        return super().forward(x * scale)
+def test_the_other_norm_than_the_layers_have_is_told():
+    for norm_first, right, wrong in ((False, "post", "pre"), (True, "pre", "post")):
+        with pytest.warns(UserWarning, match=f"norm='{wrong}' differs .* norm_first={norm_first}"):
+            connect(models.torch_encoder(norm_first), norm=wrong)
+        connect(models.torch_encoder(norm_first), norm=right)
+        connect(models.torch_encoder(norm_first), norm=None)
 
 
 def test_stand_ins_are_taken_for_their_layers():
     """By their class, in a set, and where a loop sets an attribute."""
+    wide = models.does(lambda m, x, scale=1.0: Block.forward(m, x * scale))
 
     def run(blocks, x):
         for k, block in enumerate(blocks):
             assert block != object()
             block.number = k
-            special = isinstance(block, Wide) and block in parent.special
+            special = isinstance(block, wide) and block in parent.special
             x = block(x, scale=3.0) if special else block(x)
         return x
 
     parent = Loop(run)
-    parent.blocks[1] = Wide()
+    parent.blocks[1] = wide()
     parent.special = {parent.blocks[1]}
     plain = parent(X)
     connect(parent, norm="pre", connection="denseformer")
@@ -134,48 +103,146 @@ def test_stand_ins_are_taken_for_their_layers():
     assert parent(X).shape == X.shape
 
 
-class CallsItself(Loop):
-    def forward(self, x, again=True):
-        return super().forward(self(x, False) if again else x)
-
-
-def test_a_parent_that_calls_itself_connects_both_passes():
-    torch.manual_seed(0)
-    parent, once = CallsItself(), Loop()
-    once.load_state_dict(parent.state_dict())
-    for module in (parent, once):
-        connect(module, norm="pre")
-    assert torch.equal(parent(X), once(once(X)))
-    # An interrupt leaves a pass open. The next one is not taken for a pass inside of it.
-    handle = parent.blocks[1].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        parent(X, False)
-    handle.remove()
-    parent(X)
-    assert parent.blocks.attachment.current.pass_ is None
-
-
-def test_a_connection_that_was_removed_or_replaced():
-    parent = Loop()
-    connection = connect(parent, norm="pre")
-    parent.depth_connection = nn.Identity()
-    with pytest.raises(RuntimeError, match="depth_connection of Loop has been removed or replaced"):
+def test_a_connection_that_was_removed_or_replaced_and_a_list_that_grew():
+    parent = done(Loop())
+    words = "depth_connection of Loop has been removed or .*Loop.blocks has another number of layer"
+    connection, parent.depth_connection = parent.depth_connection, nn.Identity()
+    with pytest.raises(RuntimeError, match=words):
         parent(X)
     parent.depth_connection = connection
     parent(X)
+    parent.blocks.append(Block())
+    with pytest.raises(RuntimeError, match=words):
+        parent(X)
     del parent.depth_connection
     disconnect(parent)
     parent(X)
 
 
 def test_the_list_outside_of_forward():
+    blocks, sequential = connected_loop().blocks, done(nn.Sequential(*(Block() for _ in range(4))))
+    assert sequential.depth_connection in set(sequential.children())
+    for layers, kind in ((blocks, nn.ModuleList), (sequential, nn.Sequential)):
+        assert len(layers) == 4
+        assert type(layers[1:]) is kind
+        assert [type(layer) for layer in (*layers, layers[-1])] == [Block] * 5
+
+
+def test_parameters_are_made_on_the_device_of_the_layers():
+    attention = {"connection": "attnres", "sublayers": [("norm", "linear")], "additive": "gated"}
+    for options in ({}, {"dtype": torch.float64}, attention):
+        model = Loop().to("meta", torch.bfloat16)
+        made = connect(model, norm="pre", **options)
+        wanted = "meta", options.get("dtype", torch.float32)
+        assert {(p.device.type, p.dtype) for p in made.parameters()} == {wanted}
+        model(X.to("meta", torch.bfloat16)).sum().backward()
+        assert all(p.grad.is_meta for p in made.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(("name", "options"), [
+    ("torch pre-norm", READS), ("sequential", {}), ("bert", {}), ("bart", {}), ("timm", READS),
+    ("t5", READS),
+])  # fmt: skip
+def test_copies(name, options, copied):
+    """Nothing but the connection is new. A copy has its own one, and is the plain model without."""
+    case = CASES[name]
+    plain, model = case.make().eval(), case.connected(**options).eval()
+    assert plain.state_dict().keys() < model.state_dict().keys()
+    new = model.state_dict().keys() - plain.state_dict().keys()
+    assert all(f"{NAME}." in name for name in new)
+    twin = copied(model)
+    wanted = case.run(model)
+    assert torch.equal(case.run(twin), wanted)
+    with torch.no_grad():
+        for connection in case.connections(model):
+            for p in connection.parameters():
+                p.add_(1)
+    assert torch.equal(case.run(twin), wanted)
+    assert not torch.equal(case.run(model), wanted)
+    case.disconnect(twin)
+    assert repr(twin) == repr(plain)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+    plain.load_state_dict(twin.state_dict())
+    assert torch.equal(case.run(twin), case.run(plain))
+
+
+def test_two_passes_before_a_backward():
+    model, x = connected(connection="block_attnres", block=2, recompute="layer"), X.double()
+    first, second = (gradients(model, model(x)) for x in (x, x + 1))
+    both = gradients(model, model(x), model(x + 1))
+    for name in both.keys() - {"output"}:
+        torch.testing.assert_close(both[name], first[name] + second[name])
+
+
+@pytest.mark.parametrize("recompute", CONNECT_POLICIES)
+def test_gradients_of_two_losses_from_one_pass(recompute):
+    """With inplace=False; without it the second one is an error, which names the option."""
+    model = connected_loop(recompute=recompute, inplace=False)
+    out, parameters = model(X), list(model.parameters())
+    losses = out.square().sum(), out[..., 0].sum()
+    first, second = (torch.autograd.grad(s, parameters, retain_graph=True) for s in losses)
+    both = torch.autograd.grad(sum(losses), parameters)
+    torch.testing.assert_close(both, tuple(a + b for a, b in zip(first, second, strict=True)))
+    loss = connected_loop(recompute=recompute)(X).sum()
+    loss.backward(retain_graph=True)
+    words = r"a second backward through one forward pass.*deepfast\.connect\(\.\.\., inplace=False"
+    with pytest.raises(RuntimeError, match=words):
+        loss.backward()
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_pass_that_ends_in_a_layer(error):
+    """Ctrl-C skips torch's hooks. The next pass begins afresh, and nothing of the old one stays."""
+    model, seen = connected_loop(), []
+    wanted = gradients(model, model(X))
+
+    def fail(_module, _args, out):
+        seen.append(weakref.ref(out))
+        raise error
+
+    handle = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(error):
+        model(X)
+    handle.remove()
+    current = model.blocks.attachment.current
+    assert current.pass_ is None or error is KeyboardInterrupt
+    models.assert_equal(gradients(model, model(X)), wanted)
+    assert current.pass_ is None
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_threads():
+    """Also where they have no gradients."""
     model = connected_loop()
-    assert len(model.blocks) == 4
-    assert type(model.blocks[1:]) is nn.ModuleList
-    assert [type(block) for block in model.blocks] == [Block] * 4
-    sequential = nn.Sequential(Block(), Block())
-    connection = connect(sequential, norm="pre")
-    assert len(sequential) == 2
-    assert type(sequential[:1]) is nn.Sequential
-    assert isinstance(sequential[-1], Block)
-    assert connection in set(sequential.children())
+    inputs = [X + k for k in range(4)]
+    wanted = [model(x).detach() for x in inputs]
+    # Every thread is inside its pass while the others are.
+    barrier = threading.Barrier(len(inputs))
+
+    def wait(*_):
+        barrier.wait(timeout=30)
+
+    model.blocks[1].register_forward_hook(wait)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        run = mode()(lambda x: model(x))
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            for found, out in zip(pool.map(run, inputs), wanted, strict=True):
+                assert torch.equal(found, out)
+                assert found.requires_grad == (mode is torch.enable_grad)
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("torch pre-norm", READS), ("torch pre-norm", models.GATED), ("torch post-norm", {}),
+])  # fmt: skip
+def test_the_fast_path_of_torch(name, options):
+    """In evaluation it runs no modules of a layer, and under autocast torch's encoder returns 16
+    bits from its first layer on."""
+    case = CASES[name]
+    model = case.connected(**options)
+    wanted = case.run(model)
+    with torch.no_grad():
+        torch.testing.assert_close(case.run(model.eval()), wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(case.run(model).float(), wanted, rtol=0.1, atol=0.1)

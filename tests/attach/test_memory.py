@@ -1,10 +1,11 @@
-"""Memory policies of connected layers: the gradients of "none", and the bytes that are kept."""
+"""Memory policies of connected layers: the gradients of "none", the bytes that are kept, and what a
+layer reads when backward runs it again."""
 
 import contextlib
-import copy
 import functools
 import gc
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,21 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import deepfast
 from deepfast.attach import passes
+from deepfast.attach.passes import CONNECT_POLICIES
 from deepfast.memory import LiveBytes
-from tests.attach.models import (
-    AGAIN,
-    CASES,
-    GATED,
-    READS,
-    Block,
-    X,
-    assert_equal,
-    connected_loop,
-    every,
-    gradients,
-    outcome,
-    perturbed,
-)
+from deepfast.policies import RERUN
+from tests.attach import models
+from tests.attach.models import CASES, READS, Block, D, X, assert_equal, connected_loop, every
 
 
 @pytest.fixture
@@ -36,37 +27,19 @@ def same_blocks(monkeypatch):
     monkeypatch.setattr(passes, "block", lambda recompute, rows: 2)
 
 
-def test_blocks_change_only_the_rounding():
-    torch.manual_seed(0)
-    keep = perturbed(nn.Sequential(*(Block() for _ in range(40))))
-    again = copy.deepcopy(keep)
-    deepfast.connect(keep, norm="pre")
-    deepfast.connect(again, norm="pre", recompute="layer+input")
-    wanted, got = gradients(keep, keep(X)), gradients(again, again(X))
-    for name in wanted:
-        scale = wanted[name].abs().max()
-        assert (got[name] - wanted[name]).abs().max() <= 1e-5 * scale, name
-
-
 class Dropped(Block):
     def forward(self, x, scale=1.0):
         return super().forward(nn.functional.dropout(x, 0.3, self.training)) * scale
 
 
-RUNS = {
-    "plain": every,
-    "checkpointed": lambda blocks, x: every(
-        [lambda x, b=b: checkpoint(b, x, use_reentrant=False) for b in blocks], x
-    ),
-    "changed": lambda blocks, x: every([lambda x, b=b: b(x * 2) for b in blocks], x),
-    "in place": lambda blocks, x: every([lambda x, b=b: b(x).add_(1) for b in blocks], x),
-    "named": lambda blocks, x: every([lambda x, b=b: b(scale=0.5, x=x) for b in blocks], x),
+CALLS = {
+    "plain": lambda block, x: block(x),
+    "checkpointed": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "changed": lambda block, x: block(x * 2),
+    "in place": lambda block, x: block(x).add_(1),
+    "named": lambda block, x: block(scale=0.5, x=x),
 }
 """How a loop calls its layers."""
-
-
-def stack(recompute, how="plain"):
-    return connected_loop(RUNS[how], Dropped, recompute=recompute)
 
 
 def run(model, x=X):
@@ -75,59 +48,49 @@ def run(model, x=X):
 
 
 def whole_step(model, x=X):
-    return outcome(model, run(model, x))
+    return models.outcome(model, run(model, x))
 
 
-def frozen(*names):
-    """A step in which these parts and the lower half of the layers do not learn."""
+def around(model, reentrant):
+    """The whole model is checkpointed."""
+    x, whole = X.clone().requires_grad_(), functools.partial(run, model)
+    return models.outcome(model, checkpoint(whole, x, use_reentrant=reentrant))
 
-    def step(model):
-        for name in names:
-            getattr(model, name).requires_grad_(False)
-        model.blocks[:2].requires_grad_(False)
-        return whole_step(model, X.clone().requires_grad_())
 
-    return step
+def frozen(model, *names):
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return whole_step(model, X.clone().requires_grad_())
 
 
 STEPS = {
-    **{how: (how, whole_step) for how in RUNS},
-    "two open passes": ("plain", lambda model: outcome(model, run(model), run(model, X + 1))),
-    "frozen bottom": ("plain", frozen()),
-    "frozen bottom and connection": ("plain", frozen("depth_connection")),
-    "frozen layers": ("plain", frozen("blocks")),
-    "all frozen": ("plain", frozen("blocks", "depth_connection")),
+    "checkpointed whole": lambda model: around(model, False),
+    "checkpointed whole, reentrant": lambda model: around(model, True),
+    "two open passes": lambda model: models.outcome(model, run(model), run(model, X + 1)),
+    "frozen bottom": lambda model: frozen(model, "blocks.0", "blocks.1"),
+    "frozen layers": lambda model: frozen(model, "blocks"),
+    "all frozen": lambda model: frozen(model, "blocks", "depth_connection"),
 }
 
 
 @pytest.mark.filterwarnings("error:deepfast")
-@pytest.mark.parametrize("recompute", AGAIN)
-@pytest.mark.parametrize("name", STEPS)
-def test_steps_of_a_loop(name, recompute, same_blocks):
+@pytest.mark.parametrize("name", [*CALLS, *STEPS])
+def test_steps_of_a_loop(name, same_blocks):
     """Backward drops the same elements. A loop may change what it passes on. Where it checkpoints
     what it calls, backward repeats the pushes."""
-    how, step = STEPS[name]
-    if how in ("changed", "in place"):
+    call, step = CALLS.get(name, CALLS["plain"]), STEPS.get(name, whole_step)
+    if name in ("changed", "in place"):
         warnings.filterwarnings("ignore", "deepfast.connect: layer . of Loop.blocks gets something")
-    wanted = step(stack("none", "plain" if how == "checkpointed" else how))
-    for policy in ("none", recompute):
-        model = stack(policy, how)
+
+    def loop(call, recompute="none"):
+        return connected_loop(functools.partial(every, call=call), Dropped, recompute=recompute)
+
+    plain = name.startswith("checkpointed")
+    wanted = whole_step(loop(CALLS["plain"])) if plain else step(loop(call))
+    for policy in CONNECT_POLICIES:
+        model = loop(call, policy)
         for _ in range(2):
             assert_equal(step(model), wanted)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recompute", ["none", *AGAIN])
-def test_checkpointing_beside_it(recompute, reentrant, same_blocks):
-    """Inside of the layers and around the parent: of no use with a policy, but right."""
-    keep, again = stack("none"), stack(recompute)
-    x = X.clone().requires_grad_()
-    wanted = outcome(keep, run(keep, x))
-    whole = functools.partial(run, again)
-    assert_equal(outcome(again, checkpoint(whole, x, use_reentrant=reentrant)), wanted)
-    for block in again.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
-    assert_equal(outcome(again, run(again, x)), wanted)
 
 
 @pytest.mark.parametrize("end", ["backward", "forward", "error"])
@@ -136,13 +99,13 @@ def test_checkpointing_beside_it(recompute, reentrant, same_blocks):
     ("sequential", {"recompute": "layer+input", "connection": "attnres"}),
     ("bert", {"recompute": "layer+input"}),
     *(("torch pre-norm", kind | {"recompute": policy})
-      for kind in (READS, GATED) for policy in ("none", "layer")),
+      for kind in (READS, models.GATED) for policy in ("none", "layer")),
     ("llama", READS | {"recompute": "layer"}),
 ])  # fmt: skip
 def test_a_pass_is_freed(name, options, end):
     case = CASES[name]
     model = case.connected(**options)
-    outcome(model, case.run(model))
+    models.outcome(model, case.run(model))
     if end == "error":
         case.layers(model)[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with LiveBytes() as live:
@@ -155,38 +118,27 @@ def test_a_pass_is_freed(name, options, end):
         assert live.current == 0
 
 
-@pytest.mark.parametrize("recompute", AGAIN)
-@pytest.mark.parametrize("name", ["torch pre-norm", "bert"])
-def test_autocast(name, recompute, same_blocks):
-    def step(model):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = CASES[name].run(model)
-        return outcome(model, out)
-
-    models = (CASES[name].connected(recompute=policy) for policy in (recompute, "none"))
-    assert_equal(*map(step, models))
-
-
-@pytest.mark.parametrize("recompute", AGAIN)
 @pytest.mark.parametrize("kind", ["dlcl", "attnres"])
-def test_states_in_the_dtype_of_autocast(meter, kind, recompute, same_blocks):
-    """On request, at half the bytes of the states."""
-    left, grads, x = {}, {}, X.repeat(64, 1, 1)
-    for dtype, policy in ((torch.float32, recompute), (None, recompute), (None, "none")):
-        model = connected_loop(connection=kind, recompute=policy, state_dtype=dtype)
-        with meter() as kept, torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        assert out.dtype == (dtype or torch.bfloat16)
-        left[dtype, policy], grads[dtype, policy] = kept.left, gradients(model, out)
-    assert left[torch.float32, recompute] - left[None, recompute] >= 2 * 5 * x.numel()
-    assert_equal(grads[None, recompute], grads[None, "none"])
+def test_autocast(meter, kind, same_blocks):
+    """On request the states have its dtype, at half the bytes."""
+    left, x = {}, X.repeat(64, 1, 1)
+    for dtype in (torch.float32, None):
+        wanted = None
+        for policy in CONNECT_POLICIES:
+            model = connected_loop(connection=kind, recompute=policy, state_dtype=dtype)
+            with meter() as kept, torch.autocast("cpu", torch.bfloat16):
+                out = model(x)
+            assert out.dtype == (dtype or torch.bfloat16)
+            left[dtype, policy], found = kept.left, models.gradients(model, out)
+            wanted = wanted or found
+            assert_equal(found, wanted)
+    for policy in RERUN:
+        assert left[torch.float32, policy] - left[None, policy] >= 2 * 5 * x.numel()
 
 
 def states_a_layer(recompute=None, checkpointed=False):
     """The peak of a step of torch's encoder, in states of a layer. The gradients exist before."""
     layers, x = 36, torch.randn(8, 32, 64)
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     for layer in model.layers if checkpointed else ():
@@ -207,3 +159,76 @@ def test_bytes():
     assert plain + 1 <= states_a_layer("layer") < 0.5 * states_a_layer("none")
     # Checkpointing of the layers changes nothing.
     assert states_a_layer("layer+input", checkpointed=True) <= history + 0.1
+
+
+def table(told):
+    """What a loop tells its layers, a dict or an object."""
+    return told if isinstance(told, dict) else vars(told)
+
+
+class Reading(Block):
+    """A layer that reads attributes of several kinds, another module's weight, and arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.function, self.factors, self.options = torch.tanh, [1.0], {"shifts": [0.5, (2, 3.0)]}
+        self.parent = [nn.Parameter(torch.eye(D))]
+
+    def forward(self, x, *told):
+        for one in told:
+            x = x * table(one)["scale"]
+        y = self.function(self.linear(self.norm(x @ self.parent[0]) * self.factors[0]))
+        return x + y + self.options["shifts"][0]
+
+
+class Tells(Block):
+    """A layer that replaces what it reads in its arguments, and adds to losses there."""
+
+    def forward(self, x, *told):
+        for one in map(table, told):
+            one["scale"] = one["scale"] + 1.0
+            x = x + self.linear(self.norm(x) * one["scale"]).tanh()
+            one["loss"] = one.get("loss", 0.0) + x.mean()
+        return x
+
+
+def telling(layer, told, recompute):
+    """A connected loop that gives these arguments to its layers."""
+    run = functools.partial(every, call=lambda block, x: block(x, *told))
+    return connected_loop(run, layer, recompute=recompute)
+
+
+ARGUMENT = r"scale of a Reading or its arguments"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda b, _: setattr(b, "function", torch.relu), r"function of .* expected <built-in met"),
+    (lambda b, _: b.factors.__setitem__(0, 2.0), r"0 of .* expected 1\.0, got 2\.0"),
+    (lambda b, _: b.options["shifts"].__setitem__(0, 2.0), r"0 of .* expected 0\.5, got 2\.0"),
+    (lambda b, _: b.options["shifts"].pop(), r"1 of .* expected \(2, 3\.0\), got "),
+    (lambda b, _: b.linear.weight.requires_grad_(False), "linear.weight of .* requires_grad True"),
+    (lambda b, _: nn.init.zeros_(b.parent[0]), r"0 of a Reading .* got one that was changed"),
+    (lambda b, _: setattr(b, "norm", nn.LayerNorm(D)), r"norm of .* got another one, LayerNorm"),
+    (lambda b, told: told[0].__setitem__("scale", 2.0), ARGUMENT),
+    (lambda b, told: told[0].__setitem__("scale", torch.ones(())), ARGUMENT),
+    (lambda b, told: setattr(told[1], "scale", 2.0), ARGUMENT),
+    (lambda b, told: told[1].scale.fill_(2), ARGUMENT),
+])  # fmt: skip
+def test_a_layer_that_is_another_one_in_backward_is_an_error(change, said):
+    """The tests of the stacks' policies change parameters, buffers, modules and modes."""
+    told = {"scale": 1.0}, SimpleNamespace(scale=torch.ones(()))
+    model = telling(Reading, told, "layer")
+    out = model(X)
+    change(model.blocks[1], told)
+    with pytest.raises(RuntimeError, match=f"recompute policy: {said}"):
+        out.sum().backward()
+
+
+def test_what_a_layer_replaces_in_an_argument_is_as_in_forward():
+    results = []
+    for recompute in CONNECT_POLICIES:
+        told = {"scale": 1.0}, SimpleNamespace(scale=1.0)
+        model = telling(Tells, told, recompute)
+        (model(X).sin().sum() + sum(table(one)["loss"] for one in told)).backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(results[1:], [results[0]] * 2)

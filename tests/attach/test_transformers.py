@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import deepfast
+from deepfast.attach.passes import NAME
 from tests.attach.models import CASES, GATED, READS, D, L, perturbed
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def plain(name):
@@ -30,41 +31,39 @@ NAMES = ["bert", "modernbert", "bart", "t5", "llama", "vit"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_from_pretrained_of_a_plain_checkpoint(name, tmp_path, poison):
-    """What the checkpoint lacks has its initial values. With DenseFormer's the outputs stay."""
+    """What the checkpoint lacks has its initial values, in float32."""
     case, model = CASES[name], plain(name)
     model.save_pretrained(tmp_path)
-    loaded = connected_class(name, connection="denseformer").from_pretrained(tmp_path)
+    model, loaded = (
+        cls.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        for cls in (type(model), connected_class(name))
+    )
+    assert case.run(loaded).dtype == torch.bfloat16
+    fresh = deepfast.nn.DLCL(L, D, norm=case.norm).state_dict()
+    for connection in case.connections(loaded):
+        torch.testing.assert_close(connection.state_dict(), fresh, rtol=0, atol=0)
+    case.disconnect(loaded)
     assert torch.equal(case.run(loaded), case.run(model))
-    dlcl = connected_class(name).from_pretrained(tmp_path)
-    for connection in case.connections(dlcl):
-        fresh = deepfast.nn.DLCL(L, D, norm=case.norm)
-        for key, value in fresh.state_dict().items():
-            assert torch.equal(connection.state_dict()[key], value), key
 
 
 NAMED = GATED | {"sublayers": (("ln_1", "attn"), ("ln_2", "mlp"))}
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, {"window": 2}) for name in NAMES), ("gpt2", GATED), ("gpt2", NAMED), ("t5", READS)],
-)
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, {"window": 2}) for name in NAMES), ("gpt2", GATED), ("gpt2", NAMED), ("t5", READS),
+])  # fmt: skip
 def test_save_and_load(name, options, tmp_path, poison):
     """The settings are in the config, the names of sublayers too."""
     case = CASES[name]
-    torch.manual_seed(0)
     cls = connected_class(name, **options)
     model = perturbed(cls(case.make().config)).eval()
     model.save_pretrained(tmp_path)
-    for again in (cls, deepfast.connected(type(case.make()))):
-        loaded = again.from_pretrained(tmp_path)
-        assert torch.equal(case.run(loaded), case.run(model))
-        assert [c.window for c in case.connections(loaded)] == [
-            c.window for c in case.connections(model)
-        ]
-        assert isinstance(loaded, type(case.make()))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(case.run(twin), case.run(model))
+    base, wanted = type(case.make()), case.run(model)
+    loaded = [one.from_pretrained(tmp_path) for one in (cls, deepfast.connected(base))]
+    for twin in (*loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(case.run(twin), wanted)
+        assert isinstance(twin, base)
+        assert {c.window for c in case.connections(twin)} == {options.get("window")}
 
 
 def test_part_of_a_connection_is_missing(tmp_path, poison):
@@ -78,57 +77,46 @@ def test_part_of_a_connection_is_missing(tmp_path, poison):
 
 
 def test_the_config(tmp_path):
-    """It has the settings of a connection, but does not say how a pass runs."""
-    case = CASES["bert"]
-    config = case.make().config
+    """It has the settings of a connection, but does not say how a pass runs. That of the caller
+    stays. `disconnect` takes the settings out of it."""
+    case = CASES["bart"]
+    config, base = case.make().config, type(case.make())
     before = copy.deepcopy(config)
-    model = connected_class("bert", recompute="layer+input", inplace=False)(config)
-    # That of the caller stays.
+    model = connected_class("bart", recompute="layer+input", inplace=False)(config)
     assert config.to_dict() == before.to_dict()
     model.save_pretrained(tmp_path)
-    loaded = deepfast.connected(type(case.make())).from_pretrained(tmp_path)
-    for one, wanted in (
-        (model, ("layer+input", False)),
-        (copy.deepcopy(model), ("layer+input", False)),
-        (loaded, ("none", True)),
-    ):
-        settings = one.bert.encoder.layer.attachment.settings
-        assert (settings.recompute, settings.inplace) == wanted
-    assert torch.equal(case.run(loaded.eval()), case.run(model.eval()))
+    loaded, twin = deepfast.connected(base).from_pretrained(tmp_path), copy.deepcopy(model)
+    for one, way in ((model, ("layer+input", False)), (twin, ("layer+input", False)),
+                     (loaded, ("none", True))):  # fmt: skip
+        settings = one.model.encoder.layers.attachment.settings
+        assert (settings.recompute, settings.inplace) == way
     with pytest.raises(ValueError, match=r"the config's depth connections .*, got"):
-        connected_class("bert", window=2).from_pretrained(tmp_path)
+        connected_class("bart", window=2).from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the config has no depth connections"):
-        deepfast.connected(transformers.BertModel)(config)
-
-
-def test_disconnect_takes_the_settings_out_of_the_config(tmp_path):
-    case = CASES["bart"]
-    model = copy.deepcopy(connected_class("bart")(case.make().config))
-    for _, parent, _ in case.places(model):
-        left = model.config.depth_connections
+        deepfast.connected(base)(config)
+    for parent, _ in case.places(twin):
+        left = twin.config.depth_connections
         deepfast.disconnect(parent)
     assert [s["parent"] for s in left] == ["model.decoder"]
-    assert not hasattr(model.config, "depth_connections")
-    model.save_pretrained(tmp_path)
+    twin.save_pretrained(tmp_path)
     assert "depth_connections" not in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "options"),
-    [("llama", "q_proj", {"connection": "denseformer"}), ("llama", "q_proj", GATED),
-     ("t5", "q", GATED)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "target", "options"), [
+    ("llama", "q_proj", {"connection": "denseformer"}), ("llama", "q_proj", GATED),
+    ("t5", "q", GATED),
+])  # fmt: skip
 def test_lora(name, target, options, tmp_path):
     """PEFT trains a copy of the connection, saves it, and puts it in the connection's place."""
     peft = pytest.importorskip("peft")
     case, base = CASES[name], plain(name)
     wanted = case.run(base)
     case.connect(base, **options)
-    config = peft.LoraConfig(r=2, target_modules=[target], modules_to_save=["depth_connection"])
+    config = peft.LoraConfig(r=2, target_modules=[target], modules_to_save=[NAME])
     model = peft.get_peft_model(copy.deepcopy(base), config)
     torch.testing.assert_close(case.run(model), wanted)
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert any("depth_connection" in n for n in learning)
+    assert any(NAME in n for n in learning)
     optimizer = torch.optim.Adam(learning.values(), lr=0.1)
     case.run(model).square().mean().backward()
     assert all(p.grad is not None for p in learning.values())
@@ -140,12 +128,4 @@ def test_lora(name, target, options, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     torch.testing.assert_close(case.run(loaded), tuned)
-    merged = loaded.merge_and_unload()
-    torch.testing.assert_close(case.run(merged), tuned)
-
-
-def test_bfloat16_checkpoint_keeps_the_connection_in_float32(tmp_path):
-    plain("bert").save_pretrained(tmp_path)
-    model = connected_class("bert").from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert model.bert.encoder.depth_connection.weight.dtype == torch.float32
-    assert CASES["bert"].run(model).dtype == torch.bfloat16
+    torch.testing.assert_close(case.run(loaded.merge_and_unload()), tuned)
