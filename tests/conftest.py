@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -72,11 +73,6 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -158,13 +154,12 @@ def poison():
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 
-POISONED = tuple(ROOT / "tests" / folder for folder in ("depth", "nn", "ops"))
-
-
 @pytest.fixture(autouse=True)
-def _poisoned(request):
-    """Every test of these folders runs on poisoned memory."""
-    if any(request.path.is_relative_to(folder) for folder in POISONED):
+def _seeded(request):
+    """Tests of these folders run on poisoned memory."""
+    torch.manual_seed(0)
+    folders = (ROOT / "tests" / name for name in ("depth", "nn", "ops"))
+    if any(map(request.path.is_relative_to, folders)):
         request.getfixturevalue("poison")
 
 
@@ -184,19 +179,14 @@ def threads():
     return use
 
 
-class Meter:
-    """Bytes that the CPU allocator gave out inside a block: the peak, and those left at its end."""
-
-    peak = left = 0
-
-
 @pytest.fixture
 def meter():
-    """``with meter() as m: ...`` counts what the allocator gives out and gets back."""
+    """``with meter() as m: ...`` counts the bytes that the CPU allocator gives out: ``m.peak``, and
+    those left at the end, ``m.left``."""
 
     @contextlib.contextmanager
     def count():
-        result = Meter()
+        result = SimpleNamespace(peak=0, left=0)
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield result
         events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]

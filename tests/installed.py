@@ -17,7 +17,6 @@ README = Path(__file__).parents[1] / "README.md"
 
 def train() -> set[str]:
     """Three steps of a small encoder; returns the backends of its ops."""
-    torch.manual_seed(0)
     encoder = deepfast.nn.TransformerEncoder(3, 16, 2, 32, connection="dlcl")
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.01)
     x, target = torch.randn(2, 4, 5, 16).unbind()
@@ -35,13 +34,12 @@ def train() -> set[str]:
 
 if __name__ == "__main__":
     assert not Path(deepfast.__file__).is_relative_to(README.parent / "deepfast"), deepfast.__file__
+    torch.manual_seed(0)
     ran = train()
     assert ran == {sys.argv[1]}, ran
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
     # Other packages are not installed beside the wheel.
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
     blocks = [block for block in blocks if "transformers" not in block]
     assert blocks
     exec("\n".join(blocks))
-    print(
-        f"torch {torch.__version__}: {sys.argv[1]} trains, {len(blocks)} blocks of the README run"
-    )
+    print(f"torch {torch.__version__}: {sys.argv[1]} trains, {len(blocks)} README blocks run")

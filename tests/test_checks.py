@@ -9,8 +9,7 @@ from deepfast import checks
 
 
 def test_what_is_right_passes():
-    checks.whole("op", size=1, count=10**12)
-    checks.whole("op", 0, 3, rank=0, other=3)
+    checks.whole("op", 0, 3, rank=0, other=numpy.int64(3))
     checks.number("op", alpha=0.0, gamma=7)
     checks.choice("op", ("a", None), first="a", second=None)
     checks.probability("op", 0)
@@ -26,20 +25,14 @@ def test_what_is_right_passes():
     (lambda: checks.number("op", alpha=math.nan), "of at least 0, got nan"),
     (lambda: checks.number("op", alpha=math.inf), "of at least 0, got inf"),
     (lambda: checks.number("op", alpha="1"), "of at least 0, got '1'"),
-    (lambda: checks.number("op", alpha=2**63), "op: alpha must fit into 64 bits, got 9[0-9]+"),
     (lambda: checks.positive("op", tau=10**400), "op: tau must fit into 64 bits, got 10+"),
-    (lambda: checks.finite("op", "scale", -(10**400)), "op: scale must fit .*, got -10+"),
     (lambda: checks.finite("op", "scale", -math.inf), "scale must be a finite .*, got -inf"),
-    (lambda: checks.eps("op", 10**19), "op: eps must fit into 64 bits, got 10+"),
     (lambda: checks.eps("op", -1.0), "op: eps must be a number of at least 0, got -1.0"),
     (lambda: checks.eps("op", math.inf), "eps must be a number of at least 0, got inf"),
-    (lambda: checks.eps("op", "a"), "eps must be a number of at least 0, got 'a'"),
-    (lambda: checks.probability("op", -0.1), "op: dropout_p must be between .*, got -0.1"),
     (lambda: checks.probability("op", 1.5, argument="p"), "p must be .* 0 and 1, got 1.5"),
     (lambda: checks.probability("op", math.nan), "between 0 and 1, got nan"),
     (lambda: checks.probability("op", "a"), "between 0 and 1, got 'a'"),
-    (lambda: checks.choice("op", ("a", "b"), kind="c"), "kind must be one of a, b, got 'c'"),
-    (lambda: checks.choice("op", ("a", None), kind=numpy.zeros(2)), "a, None, got array.*"),
+    (lambda: checks.choice("op", ("a", None), kind=numpy.zeros(2)), "one of a, None, got array.*"),
     (lambda: checks.choice("op", ("a", None), kind=0), "kind must be one of a, None, got 0"),
 ])  # fmt: skip
 def test_what_is_wrong_is_a_sentence(check, sentence):

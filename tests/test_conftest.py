@@ -2,15 +2,10 @@
 
 
 def test_a_missing_package_fails_in_ci(tmp_path, python):
-    (tmp_path / "test_module.py").write_text(
-        "import pytest; pytest.importorskip('no_such_package.part')\ndef test(): pass\n"
-    )
-    (tmp_path / "test_body.py").write_text(
-        "import pytest\ndef test(): pytest.importorskip('no_such_package.part')\n"
-    )
-    (tmp_path / "test_other.py").write_text("import pytest\ndef test(): pytest.skip('other')\n")
-    run = python(
-        *("-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null", str(tmp_path)),
-        "--continue-on-collection-errors", check=False, CI="true",
-    )  # fmt: skip
+    missing = "pytest.importorskip('no_such_package.part')"
+    (tmp_path / "test_module.py").write_text(f"import pytest; {missing}\n")
+    body = f"import pytest\ndef test(): {missing}\ndef test_other(): pytest.skip('other')\n"
+    (tmp_path / "test_body.py").write_text(body)
+    options = ["-p", "tests.conftest", "-c", "/dev/null", "--continue-on-collection-errors"]
+    run = python("-m", "pytest", *options, str(tmp_path), check=False, CI="true")
     assert "1 failed, 1 skipped, 1 error" in run.stdout

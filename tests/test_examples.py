@@ -14,17 +14,12 @@ import deepfast
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture
-def load():
+def load(name):
     """Imports an example by its file name."""
-
-    def imported(name):
-        spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return imported
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -33,54 +28,34 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
-def test_own_loop(load):
+def test_own_loop():
     losses = load("own_loop.py").train(layers=3, dim=16, steps=6, sentences=8, lr=1e-2)
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("keep", "norm_type"), [(2, "layer"), (2, "none"), (None, "none")])
-def test_latent_mlm(load, keep, norm_type):
+@pytest.mark.parametrize(("keep", "norm_type"), [(2, "layer"), (None, "none")])
+def test_latent_mlm(keep, norm_type):
     lines = [" ".join(f"w{i % 7}{j}" for j in range(i % 5 + 2)) for i in range(80)]
     sizes = {"layers": 4, "dim": 16, "steps": 30, "vocab_size": 40, "max_tokens": 200, "lr": 1e-2}
     model, losses = load("latent_mlm.py").train(lines, keep=keep, norm_type=norm_type, **sizes)
     assert sum(losses[-10:]) < sum(losses[:10])
     assert (model.latent is None) == (keep is None)
-    has_norms = any("norm" in name for name, _ in model.named_parameters())
-    assert has_norms == (norm_type == "layer")
+    assert any("norm" in name for name, _ in model.named_parameters()) == (norm_type == "layer")
 
 
-def test_language_model(load):
+def test_language_model():
     example = load("language_model.py")
     lines = [f"a man {verb} the {color} dog {k}" for verb in ("sees", "finds", "calls")
              for color in ("red", "old", "big") for k in range(10)]  # fmt: skip
     sizes = {"layers": 3, "dim": 16, "heads": 2, "ffn_dim": 24, "length": 12, "dropout": 0.0}
     example.EVERY, example.WARMUP = 3, 2
-    tokens = torch.randint(60, (2, 13))
-    changed = tokens.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % 60
-    found = {}
     for name in example.CONNECTIONS:
-        torch.manual_seed(4)
-        model = example.Model(name, 60, **sizes)
-        found[name] = model.loss(tokens).item()
-        model.eval()
-        same = (model(tokens[:, :-1]) == model(changed[:, :-1])).all(-1).all(0)
-        # No position reads a later token.
-        assert same.tolist() == [True] * 7 + [False] * 5
         learned = example.train((lines, lines), name, steps=7, lr=1e-2, vocab_size=60, **sizes)
         assert learned[-1] < learned[0]
-    assert found["none"] == found["denseformer"] == found["additive"]
-    assert len(set(found.values())) == 4
-
-
-def test_fsdp(load, one_rank, capsys):
-    losses = load("fsdp.py").train(layers=2, dim=16, steps=10)
-    assert losses[-1] < losses[0]
-    assert "saved and loaded: True" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_fsdp_under_torchrun(python):
+def test_fsdp(python):
     said = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(EXAMPLES / "fsdp.py"), "--dim", "16", "--steps", "3", OMP_NUM_THREADS="1",
@@ -89,7 +64,7 @@ def test_fsdp_under_torchrun(python):
     assert "saved and loaded: True" in said
 
 
-def test_trainer(load, transformers, tmp_path):
+def test_trainer(transformers, tmp_path):
     example = load("trainer.py")
     losses = example.train(layers=2, dim=16, steps=25, folder=str(tmp_path))
     assert losses[-1] < losses[0]
@@ -98,7 +73,7 @@ def test_trainer(load, transformers, tmp_path):
     assert model.bert.encoder.depth_connection.num_layers == 2
 
 
-def test_modernbert_mlm(load, transformers):
+def test_modernbert_mlm(transformers):
     example = load("modernbert_mlm.py")
     torch.manual_seed(0)
     random.seed(0)
@@ -110,7 +85,7 @@ def test_modernbert_mlm(load, transformers):
     assert [line.count("[") for line in filled] == (batch["labels"] >= 0).sum(1).tolist()
 
 
-def test_pretrained(load, transformers, capsys, tmp_path):
+def test_pretrained(transformers, capsys, tmp_path):
     _, losses = load("pretrained.py").main(str(tmp_path), steps=5)
     assert losses[-1] < losses[0]
     said = capsys.readouterr().out
@@ -118,7 +93,7 @@ def test_pretrained(load, transformers, capsys, tmp_path):
     assert "saved and loaded: True" in said
 
 
-def test_attention_residuals(load, transformers, capsys):
+def test_attention_residuals(transformers, capsys):
     example = load("attention_residuals.py")
     example.LAYERS, example.DIM, example.BATCH = 2, 16, 4
     model, losses, plain = example.main(steps=30)
@@ -132,8 +107,8 @@ def test_the_notebook_draws_the_weights(monkeypatch):
     """Its cells hold no results."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
-    shown, scope = [], {}
-    monkeypatch.setattr(pyplot, "show", lambda: shown.append(pyplot.gcf()))
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    scope = {}
     cells = json.loads((EXAMPLES / "weights.ipynb").read_text())["cells"]
     for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
         assert cell["outputs"] == []
@@ -141,6 +116,5 @@ def test_the_notebook_draws_the_weights(monkeypatch):
         code = re.sub(r"STEPS = .*", "STEPS = 2, 8, 4, 5, 3", "".join(cell["source"]))
         exec(compile(code, f"weights.ipynb, code {number}", "exec"), scope)
     assert len(scope["losses"]) == 3
-    (figure,) = shown
-    assert [axes.get_title() for axes in figure.axes[:2]] == ["before", "after"]
-    pyplot.close(figure)
+    assert [axes.get_title() for axes in pyplot.gcf().axes[:2]] == ["before", "after"]
+    pyplot.close()

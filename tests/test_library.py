@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ BUILD = """rule compile
 build one.o: compile
 build _C.so: compile | one.o
 """
+COMPILES = f"`{library.BUILD}` compiles them"
 
 
 @pytest.fixture
@@ -29,9 +29,8 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "a package"
     folder.mkdir()
     monkeypatch.setattr(library, "PACKAGE", folder)
-    monkeypatch.setattr(
-        library, "file_name", lambda cuda=False: f"_C.now{'.cuda' * cuda}{library.SUFFIX}"
-    )
+    name = f"_C.now{{}}{library.SUFFIX}"
+    monkeypatch.setattr(library, "file_name", lambda cuda=False: name.format(".cuda" * cuda))
     monkeypatch.setenv("DEEPFAST_CACHE", str(tmp_path / "the cache"))
     return folder
 
@@ -63,69 +62,58 @@ def test_the_name_has_a_digest_of_the_sources(monkeypatch, tmp_path):
     assert library.file_name().endswith(library.SUFFIX)
 
 
-@pytest.mark.parametrize("place", ["package", "cache"])
-def test_a_library_with_another_key_is_ignored(package, place):
-    assert library.load()[1].startswith(f"the C++ ops of {package} are not compiled; ")
-    other = package / f"_C.old{library.SUFFIX}"
-    if place == "cache":
-        other = library.cache_folder() / "torch-2.9.0" / library.file_name()
-    other.parent.mkdir(parents=True, exist_ok=True)
-    other.write_text("not a library")
-    module, reason = library.load()
-    assert module is None
-    assert f"{other} is built from other sources or for another torch; `{library.BUILD}`" in reason
+def test_a_library_that_cannot_be_used_is_a_reason(package):
+    """One that is cut short would end the process with a bus error."""
+    assert library.load()[1] == f"the C++ ops of {package} are not compiled; {COMPILES}"
+    cached = library.cache_folder() / "torch-2.9.0" / library.file_name()
+    cached.parent.mkdir(parents=True)
+    for other in (package / f"_C.old{library.SUFFIX}", cached):
+        other.write_text("not a library")
+        said = f"{other} is built from other sources or for another torch; {COMPILES}"
+        assert library.load() == (None, f"the C++ ops do not match: {said}")
+        other.unlink()
+    target = library.in_package()
+    target.write_text("not a library")
+    assert library.load()[1].startswith(f"the C++ ops do not load: {target}: ")
+    whole = Path(torch._C.__file__).read_bytes()
+    target.write_bytes(whole[: len(whole) // 2])
+    said = f"the C++ ops do not load: {target} is cut short; {COMPILES}"
+    assert library.load() == (None, said)
 
 
-def test_a_library_that_does_not_load_is_a_reason(package):
-    library.in_package().write_text("not a library")
-    module, reason = library.load()
-    assert module is None
-    assert reason.startswith("the C++ ops do not load: ")
-    assert str(library.in_package()) in reason
+def test_a_library_with_cuda_comes_before_one_without(package, monkeypatch):
+    """Environments share a cache, and only some of them have an nvcc; a wheel has no CUDA."""
+    tried = []
+    monkeypatch.setattr(library, "_cut_short", lambda path: tried.append(path) or True)
+    library.in_cache().parent.mkdir(parents=True)
+    for first, second in (
+        (library.in_package(cuda=True), library.in_cache()),
+        (library.in_cache(cuda=True), library.in_package()),
+    ):
+        first.touch()
+        second.touch()
+        library.load()
+        assert tried == [first, second]
+        tried.clear()
+        first.unlink()
+        second.unlink()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not backend.compiled(), reason="there is no library to cut")
-def test_a_library_that_is_cut_short_is_a_reason(python, tmp_path):
-    """To load it would end the process with a bus error."""
-    whole = Path(sys.modules["deepfast._C"].__file__)
-    cut = tmp_path / "cut.so"
-    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
-    code = f"from deepfast import library; library.in_package = lambda cuda: {str(cut)!r}; "
-    code += "print(library.load()[1])"
-    said = python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout
-    assert said == f"the C++ ops do not load: {cut} is cut short; `{library.BUILD}` compiles them\n"
-
-
-@pytest.mark.parametrize("clone", [False, True])
-def test_the_command_compiles_this_copy(python, tmp_path, clone):
+def test_the_command_compiles_this_copy(python, tmp_path):
     """In a clone's folder `deepfast build` may be the command of an installed copy."""
     copy = tmp_path / "deepfast"
     copy.mkdir()
     for name in ("__init__", "files", "library", "version"):
         shutil.copy(Path(deepfast.__file__).with_name(f"{name}.py"), copy)
-    if clone:
-        (tmp_path / "setup.py").touch()
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
     code += "from deepfast import library; print(library.CSRC, library.BUILD)"
-    command = "python -m deepfast build" if clone else "deepfast build"
-    assert python("-c", code).stdout == f"{tmp_path / 'csrc'} {command}\n"
+    assert python("-c", code).stdout == f"{tmp_path / 'csrc'} deepfast build\n"
+    (tmp_path / "setup.py").touch()
+    assert python("-c", code).stdout == f"{tmp_path / 'csrc'} python -m deepfast build\n"
 
 
-def test_import_works_with_a_library_of_another_key(python, tmp_path):
-    """As after a change of the sources: the name that is expected is another."""
-    code = (
-        "from deepfast import library; library.file_name = lambda cuda=False: 'other.so'\n"
-        "import torch, deepfast; from deepfast import backend\n"
-        "deepfast.ops.layer_norm(torch.ones(2, 4), None, None)\n"
-        "print(backend.choose('layer_norm', None, 'cpu', torch.float32)[0])"
-    )
-    assert python("-c", code, DEEPFAST_CACHE=str(tmp_path)).stdout == "reference\n"
-
-
-def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch, capsys):
-    reason = f"the C++ ops of {package} are not compiled; `{library.BUILD}` compiles them"
-    assert library.load() == (None, reason)
+def test_without_the_library_torch_serves_and_info_says_why(monkeypatch, capsys):
+    reason = "the C++ ops are not compiled"
     monkeypatch.setattr(availability, "C_OPS", None)
     monkeypatch.setattr(availability, "WHY_NO_C_OPS", reason)
     # Choices are kept.
@@ -140,7 +128,8 @@ def test_without_the_library_torch_serves_and_info_says_why(package, monkeypatch
     assert backend.why_unable("layer_norm", "cpu", "cpu", torch.float32) == reason
 
 
-def test_build_says_what_it_does(compiler, package, capsys):
+def test_build_says_what_it_does(compiler, package, monkeypatch, capsys):
+    """Where the package is read-only, the library is written into the cache."""
     (package / f"_C.old{library.SUFFIX}").touch()
     compiler("echo compiled > $out")
     assert main(["build"]) == 0
@@ -150,8 +139,13 @@ def test_build_says_what_it_does(compiler, package, capsys):
     assert "2/2 files" in said
     assert f"{library.in_package()}: done in " in said
     assert [path.name for path in package.iterdir()] == [library.file_name()]
+    # For root every folder is writable.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != package)
     assert main(["build"]) == 0
     assert "0 files to compile: about 0 s." in capsys.readouterr().out
+    assert library.in_cache().exists()
+    monkeypatch.setattr(build, "why_no_cuda", lambda: None)
+    assert build.choose_target() == library.in_cache(cuda=True)
 
 
 def test_a_compiler_that_fails_is_one_sentence(compiler, package, capsys):
@@ -183,36 +177,6 @@ def test_a_build_that_cannot_begin_is_one_sentence(
     assert main(["build"]) == 1
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"deepfast build: {error}\n")
-
-
-def test_a_read_only_package_gets_its_library_in_the_cache(compiler, package, monkeypatch):
-    # For root every folder is writable.
-    monkeypatch.setattr(os, "access", lambda path, mode: path != package)
-    compiler("echo compiled > $out")
-    assert main(["build"]) == 0
-    assert library.in_cache().exists()
-    assert not any(package.iterdir())
-
-
-def test_a_library_with_cuda_comes_before_one_without(compiler, package, monkeypatch):
-    """Two environments have the same torch and one cache; only the second has an nvcc."""
-    compiler("echo compiled > $out")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: path != package)
-        patch.setattr(build, "why_no_cuda", lambda: "no nvcc was found")
-        assert main(["build"]) == 0
-    monkeypatch.setattr(build, "why_no_cuda", lambda: None)
-    assert main(["build"]) == 0
-    tried = []
-    monkeypatch.setattr(library, "_cut_short", lambda path: tried.append(path) or True)
-    library.load()
-    assert [path.parent for path in tried] == [package, library.in_cache().parent]
-    # The other way round: a wheel has a library without CUDA, and the cache has one with it.
-    tried[0].rename(library.in_cache().parent / tried[0].name)
-    tried[1].rename(package / tried[1].name)
-    tried.clear()
-    library.load()
-    assert [path.parent for path in tried] == [library.in_cache().parent, package]
 
 
 def test_a_second_process_waits_for_the_first(compiler, package):

@@ -36,21 +36,17 @@ def _public() -> Iterator[str]:
             if not callable(found):
                 continue
             yield f"{module_name}.{name}{_arguments(found)}"
-            if inspect.isclass(found):
-                own = [cls for cls in found.__mro__ if cls.__module__.startswith("deepfast")]
-                methods = {n: f for cls in reversed(own) for n, f in vars(cls).items()}
-                for method, value in sorted(methods.items()):
-                    if inspect.isfunction(value) and value.__doc__ and method[0] != "_":
-                        yield f"{module_name}.{name}.{method}{_arguments(value)}"
+            for method, value in inspect.getmembers(found, inspect.isfunction):
+                own = value.__module__.startswith("deepfast") and inspect.isclass(found)
+                if own and value.__doc__ and method[0] != "_":
+                    yield f"{module_name}.{name}.{method}{_arguments(value)}"
 
 
 def _keys() -> set[str]:
     """The keys of recipes."""
     parts = {name: [cls] for name, cls in SECTIONS.items()}
     parts["model"] = [model.Config for model in KINDS.values()]
-    keys = {
-        f"{name}.{f.name}" for name, found in parts.items() for cls in found for f in fields(cls)
-    }
+    keys = {f"{name}.{f.name}" for name in parts for cls in parts[name] for f in fields(cls)}
     keys |= {f.name for f in fields(Recipe)} - parts.keys()
     return keys - {f"model.{name}" for name in DERIVED_FIELDS} | {"model.kind", "model.size"}
 

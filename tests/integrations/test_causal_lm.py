@@ -50,26 +50,6 @@ def test_output_layers_and_numbers_of_items(tied, items):
     assert_same(ours(model, inputs), results(model, inputs))
 
 
-@pytest.mark.parametrize(("name", "options", "words"), [
-    ("Gemma2ForCausalLM", {"final_logit_softcapping": 30.0}, "scales, caps or otherwise"),
-    ("GraniteForCausalLM", {"logits_scaling": 8.0}, "scales, caps or otherwise"),
-    ("Qwen3MoeForCausalLM", {"output_router_logits": True}, "another loss"),
-    ("BartForConditionalGeneration", {}, "gives its output layer other states"),
-    ("T5ForConditionalGeneration", {}, "no base model"),
-])  # fmt: skip
-def test_other_models_are_refused(name, options, words):
-    """Also with the small logits of a model at its start; and nothing of the model changes."""
-    model, inputs = fresh(name, **options), batch()
-    want, random = results(model, inputs), torch.get_rng_state()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"causal_lm_loss: {name} .*({words})"):
-            deepfast.causal_lm_loss(model, **inputs)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(m.training for m in model.modules())
-    assert not model.get_output_embeddings()._forward_hooks
-    assert_equal(results(model, inputs), want)
-
-
 def _mean_of_sentences(logits, labels, **_):
     losses = [F.cross_entropy(x[:-1], y[1:]) for x, y in zip(logits, labels, strict=True)]
     return torch.stack(losses).mean()
@@ -81,34 +61,44 @@ def _without_word_0(logits, labels, **_):
 
 
 def _router(model):
-    """A small loss."""
+    # A small loss.
     model.router_aux_loss_coef, model.config.output_router_logits = 3e-5, True
-
-
-def _hook(model):
-    model.lm_head.register_forward_pre_hook(lambda module, args: None)
 
 
 def _forward(model):
     model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
 
 
-@pytest.mark.parametrize(("name", "change", "words"), [
-    ("LlamaForCausalLM", lambda m: setattr(m, "loss_function", _mean_of_sentences), ANOTHER),
-    ("LlamaForCausalLM", lambda m: setattr(m, "loss_function", _without_word_0), ANOTHER),
-    ("Qwen3MoeForCausalLM", _router, ANOTHER),
-    ("LlamaForCausalLM", _hook,
-     r"output layer .*without hooks, .* with \['_forward_pre_hooks'\]"),
-    ("LlamaForCausalLM", _forward, r"output layer .*with \['forward'\]"),
-    ("LlamaForCausalLM", lambda m: nn.utils.parametrizations.weight_norm(m.lm_head),
-     r"output layer .*got .*torch.*\.ParametrizedLinear"),
+@pytest.mark.parametrize(("name", "options", "change", "words"), [
+    ("Gemma2ForCausalLM", {"final_logit_softcapping": 30.0}, None, "scales, caps or otherwise"),
+    ("GraniteForCausalLM", {"logits_scaling": 8.0}, None, "scales, caps or otherwise"),
+    ("Qwen3MoeForCausalLM", {"output_router_logits": True}, None, ANOTHER),
+    ("BartForConditionalGeneration", {}, None, "gives its output layer other states"),
+    ("T5ForConditionalGeneration", {}, None, "no base model"),
+    ("Qwen3MoeForCausalLM", {}, _router, ANOTHER),
+    ("LlamaForCausalLM", {}, lambda m: setattr(m, "loss_function", _mean_of_sentences), ANOTHER),
+    ("LlamaForCausalLM", {}, lambda m: setattr(m, "loss_function", _without_word_0), ANOTHER),
+    ("LlamaForCausalLM", {}, lambda m: m.lm_head.register_forward_pre_hook(lambda *_: None),
+     r"must be a torch.nn.Linear without hooks, .* with \['_forward_pre_hooks'\]"),
+    ("LlamaForCausalLM", {}, _forward, r" with \['forward'\]"),
+    ("LlamaForCausalLM", {}, lambda m: nn.utils.parametrizations.weight_norm(m.lm_head),
+     r"got .*torch.*\.ParametrizedLinear"),
 ])  # fmt: skip
-def test_a_change_after_the_first_call_is_seen(name, change, words):
-    model, inputs = make(name), batch()
-    deepfast.causal_lm_loss(model, **inputs)
-    change(model)
-    with pytest.raises(ValueError, match=words):
+def test_other_models_are_refused(name, options, change, words):
+    """Also with the small logits of a model at its start, and where it changes after a first call.
+    Nothing of the model changes."""
+    model, inputs = fresh(name, **options), batch()
+    if change is not None:
         deepfast.causal_lm_loss(model, **inputs)
+        change(model)
+    want, random = results(model, inputs), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"causal_lm_loss: .*{name} .*({words})"):
+            deepfast.causal_lm_loss(model, **inputs)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(m.training for m in model.modules())
+    assert not model.get_output_embeddings()._forward_hooks
+    assert_equal(results(model, inputs), want)
 
 
 def test_arguments(llama):

@@ -14,13 +14,26 @@ LAYERS, SHAPE = 6, (3, 2, 8)
 DIM = SHAPE[-1]
 
 
+def history(kind, pre=True, window=-1, total=False):
+    more = {"encoder_integration_type": "sum"} if total else {}
+    args = Namespace(
+        encoder_history_type=kind, encoder_normalize_before=pre, encoder_layers=LAYERS,
+        encoder_embed_dim=DIM, encoder_windows_size=window, **more,
+    )  # fmt: skip
+    return CreateLayerHistory(args, True)
+
+
 class Stack(nn.Module):
-    """Toy layers around a history, which is called as its authors call it."""
+    """Toy layers around a history, which is called as its authors call it. Weights are random."""
 
     def __init__(self, history):
         super().__init__()
         self.history = history
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+        self.double()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.3 * torch.randn_like(p))
 
     def forward(self, x):
         self.history.clean()
@@ -31,65 +44,31 @@ class Stack(nn.Module):
         return self.history.pop()
 
 
-class Literal(nn.Module):
-    """``weight`` (L+1, L+1) or a constant, and norm k - 1 of state or sum k. Add and pop."""
+def by_formula(stack, x, kind, pre, window=-1, total=False):
+    """With the weights (L+1, L+1) of the history, and norm k - 1 of state or sum k."""
+    weight, norms, states = stack.history.weight, stack.history.layer_norms, [x]
 
-    def __init__(self, kind, pre, window=-1, total=False):
-        super().__init__()
-        self.kind, self.pre, self.window, self.total = kind, pre, window, total
-        norms = [nn.LayerNorm(DIM) for _ in range(LAYERS)]
-        self.layer_norms = None if kind == "learnable_dense_nonorm" else nn.ModuleList(norms)
-        if kind.startswith("learnable"):
-            ones = torch.ones(LAYERS + 1, LAYERS + 1).tril()
-            self.weight = nn.Parameter(ones / ones.sum(1, keepdim=True))
-
-    def clean(self):
-        self.states = []
-
-    def add(self, y):
-        k = len(self.states)
-        if k > 0 and self.pre and self.layer_norms is not None:
-            y = self.layer_norms[k - 1](y)
-        self.states.append(y)
-
-    def pop(self):
-        row = len(self.states) - 1
-        if self.kind == "residual":
-            return sum(self.states)
-        if self.kind == "dense":
-            read = self.states if self.window == -1 else self.states[-self.window :]
-            x = sum(read) / (1 if self.total else len(read))
+    def pop():
+        row = len(states) - 1
+        if kind == "residual":
+            return sum(states)
+        if kind == "dense":
+            read = states if window == -1 else states[-window:]
+            x = sum(read) / (1 if total else len(read))
         else:
-            x = sum(self.weight[row, k] * y for k, y in enumerate(self.states))
-        return x if row == 0 or self.pre else self.layer_norms[row - 1](x)
+            x = sum(weight[row, k] * y for k, y in enumerate(states))
+        return x if row == 0 or pre else norms[row - 1](x)
+
+    for k, layer in enumerate(stack.layers):
+        x = pop()
+        y = x + torch.tanh(layer(x))
+        states.append(y if norms is None or not pre else norms[k](y))
+    return pop()
 
 
-def history(kind, pre=True, window=-1, total=False):
-    more = {"encoder_integration_type": "sum"} if total else {}
-    args = Namespace(
-        encoder_history_type=kind, encoder_normalize_before=pre, encoder_layers=LAYERS,
-        encoder_embed_dim=DIM, encoder_windows_size=window, **more,
-    )  # fmt: skip
-    return CreateLayerHistory(args, True)
-
-
-def pair(*given, **options):
-    """Stacks with both histories and the same random weights: their names are the same."""
-    ours, literal = Stack(history(*given, **options)), Stack(Literal(*given, **options))
-    torch.testing.assert_close(
-        ours.history.state_dict(), literal.history.state_dict(), rtol=0, atol=0
-    )
-    with torch.no_grad():
-        for p in literal.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    ours.load_state_dict(literal.state_dict())
-    return ours.double(), literal.double()
-
-
-def results(model, x, names):
-    parameters = dict(model.named_parameters())
-    out = model(x)
-    return [out, *torch.autograd.grad(out.sin().sum(), [x, *(parameters[n] for n in names)])]
+def results(out, stack, x):
+    learned = [p for p in stack.parameters() if p.requires_grad]
+    return [out, *torch.autograd.grad(out.sin().sum(), [x, *learned])]
 
 
 @pytest.mark.parametrize(("kind", "pre", "options"), [
@@ -101,23 +80,33 @@ def results(model, x, names):
       for pre in (True, False) for w in (-1, 1, 3) for t in (True, False)),
 ])  # fmt: skip
 def test_layer_history(kind, pre, options):
-    ours, literal = pair(kind, pre, **options)
+    made, norm = history(kind, pre, **options), nn.LayerNorm(DIM).state_dict()
+    norms = {f"layer_norms.{i}.{p}": x for i in range(LAYERS) for p, x in norm.items()}
+    means = torch.ones(LAYERS + 1, LAYERS + 1).tril()
+    means /= means.sum(1, keepdim=True)
+    # The names are in checkpoints.
+    want = {} if kind == "learnable_dense_nonorm" else norms
+    want |= {"weight": means} if kind.startswith("learnable") else {}
+    torch.testing.assert_close(dict(made.state_dict()), want, rtol=0, atol=0)
+
+    stack = Stack(made)
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    names = [n for n, p in literal.named_parameters() if p.requires_grad]
+    want = by_formula(stack, x, kind, pre, **options)
     for _ in range(2):
-        torch.testing.assert_close(*(results(model, x, names) for model in (ours, literal)))
+        out = by_formula(stack, x, kind, pre, **options)
+        torch.testing.assert_close(results(stack(x), stack, x), results(out, stack, x))
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), literal(x))
-    for twin in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        torch.testing.assert_close(twin(x), literal(x))
+        torch.testing.assert_close(stack(x), want)
+    for twin in (pickle.loads(pickle.dumps(stack)), copy.deepcopy(stack)):
+        torch.testing.assert_close(twin(x), want)
 
 
 def test_frozen_weights_and_two_passes_at_once():
+    stack = Stack(history("learnable_dense"))
+    stack.history.requires_grad_(False)
     xs = [torch.randn(SHAPE, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     found = []
-    for model in pair("learnable_dense", True):
-        model.history.requires_grad_(False)
-        outs = [model(x) for x in xs]
+    for outs in ([stack(x) for x in xs], [by_formula(stack, x, "learnable", True) for x in xs]):
         found.append(torch.autograd.grad(sum(out.sin().sum() for out in outs), xs))
     torch.testing.assert_close(*found)
 

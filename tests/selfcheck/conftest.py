@@ -1,8 +1,5 @@
 """A CPU as a device whose kernels are checked: Triton's in the interpreter, CUDA's emulated."""
 
-import os
-import subprocess
-
 import pytest
 
 from deepfast import backend
@@ -35,15 +32,3 @@ def device(monkeypatch):
 
     monkeypatch.setattr(first_use, "fault", counted)
     return seen
-
-
-@pytest.fixture
-def no_process(monkeypatch):
-    """No process can be started."""
-
-    def refuse(*_, **__):
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(os, "fork", refuse)
-    monkeypatch.setattr(os, "posix_spawn", refuse)
