@@ -1,11 +1,12 @@
 """deepfast.ops.depth_attention: scores and sources that are not ordinary, and merged results."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from deepfast.cases import ops
-from deepfast.cases.case import Rows, differentiate
-from deepfast.cases.ops import attend as plain_form
+from deepfast.cases.case import Rows, differentiate, masked
 from deepfast.ops import depth_attention
 from tests.ops.cases import assert_agrees
 
@@ -22,45 +23,32 @@ def test_scores_far_from_zero(backend, offset):
     assert_agrees(case, backend)
 
 
-def scored(backend, scores, sources):
-    """Results and gradients of attention by given scores."""
-
-    def run(scores, **sources):
-        sources = list(sources.values())
-        if backend == "torch":
-            return plain_form(sources, scores=scores)
-        return depth_attention(sources, scores=scores, return_lse=True, backend=backend)
-
-    leaves = {f"x{k}": x for k, x in sources.items()} | {"scores": scores}
-    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-    return differentiate(run, leaves, FP32)
+INFINITE = [
+    (20, 2, (slice(None), slice(17)), -torch.inf),
+    *((5, hops, (1, place), torch.inf) for hops, place in ((None, 0), (None, 4), (2, 2))),
+]
 
 
-def test_a_source_left_out(any_backend):
-    """A score of -inf is a weight of zero, and has no gradient; also where more sources are left
-    out than a launch takes."""
-    sources = {k: torch.randn(6, 10) for k in range(20)}
-    scores = torch.randn(6, 20, 2)
-    scores[:, :17] = -torch.inf
-    with_all = scored(any_backend, scores, sources)
-    without = scored(any_backend, scores[:, 17:], {k: sources[k] for k in (17, 18, 19)})
-    for name in without.keys() - {"operand scores", "d scores"}:
-        torch.testing.assert_close(with_all[name], without[name], msg=name)
-    torch.testing.assert_close(with_all["d scores"][:, 17:], without["d scores"])
-    for gradient in (with_all["d x0"], with_all["d x16"], with_all["d scores"][:, :17]):
-        assert gradient.eq(0).all()
-
-
-@pytest.mark.parametrize(("hops", "place"), [((), 0), ((), 4), ((2,), 2)])
-def test_a_score_of_infinity_is_nan(any_backend, hops, place):
-    """Like torch.softmax: the result of its token is NaN, and no other."""
-    sources, scores = {k: torch.randn(6, 10) for k in range(5)}, torch.randn(6, 5, *hops)
-    scores[1, place] = torch.inf
-    got, want = scored(any_backend, scores, sources), scored("torch", scores, sources)
-    assert got["output 0"][1].isnan().all()
-    for name in got.keys() - {"output 1"}:
-        torch.testing.assert_close(got[name], want[name], equal_nan=True, msg=name)
-    assert torch.equal(got["output 1"].isfinite(), want["output 1"].isfinite())
+@pytest.mark.parametrize(("count", "hops", "at", "value"), INFINITE, ids=str)
+def test_infinite_scores(any_backend, count, hops, at, value):
+    """As with torch.softmax a score of -inf leaves a source out, also where these are more than a
+    launch takes. One of inf makes the result of its token NaN, and no other."""
+    case = ops.depth_attention("", Rows((6,), 10), count, hops, scored=True)
+    case.operands["scores"].x[at] = value
+    got, want = (
+        differentiate(form, case.leaves(FP32, FP32), FP32)
+        for form in (partial(case.run, backend=any_backend), partial(case.plain, masked))
+    )
+    lse, expected = got.pop("output 1"), want.pop("output 1")
+    finite = expected.isfinite()
+    assert torch.equal(lse.isfinite(), finite)
+    torch.testing.assert_close(lse[finite], expected[finite])
+    torch.testing.assert_close(got, want, equal_nan=True)
+    if value < 0:
+        assert got["d x0"].eq(0).all()
+        assert got["d scores"][at].eq(0).all()
+    else:
+        assert got["output 0"][1].isnan().all()
 
 
 @pytest.mark.parametrize("hops", [(), (3,)])

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from deepfast.cases import ops
+from deepfast.cases import ops, stacks
 from deepfast.cases.case import Rows, tuple_of
 from deepfast.cases.sizes import LISTED, Sizes
 from tests.ops.cases import EVERY, HERE, PRODUCTS, ROWS, Call, P, assert_agrees, equal, results
@@ -23,11 +23,10 @@ SIZES = {
 }
 """By name the sizes of the calls, and the dtypes that they run in."""
 
-NARROW = ("norm_linear", "feed_forward", "linear_cross_entropy", "peephole_lstm")
-BOUNDARIES = ("boundary", "attention_boundary")
 # The weights or states of these would be large at wide rows. Of a norm of one channel only rounding
 # would be compared.
-LEFT_OUT = {(op, "wide") for op in (*NARROW, *BOUNDARIES)} | {(op, "one") for op in BOUNDARIES}
+LEFT_OUT = {(op, "wide") for op in LISTED if op not in ops.KERNELS}
+LEFT_OUT |= {(op, "one") for op in stacks.KERNELS}
 CALLS = [
     (op, by, size, dtype)
     for op in LISTED

@@ -67,12 +67,3 @@ def test_without_residual_norm_and_biases():
     out, s = feed_forward(x, None, None, up, None, down, None)
     assert s is x
     torch.testing.assert_close(out, F.linear(F.relu(F.linear(F.layer_norm(x, (8,)), up)), down))
-
-
-def test_return_norm_gives_the_norm_in_place_of_the_sum():
-    leaves = leaves_of()
-    x, residual, weight, bias, *_ = leaves.values()
-    (out, s), (again, n) = (feed_forward(**leaves, return_norm=norm) for norm in (False, True))
-    assert torch.equal(out, again)
-    torch.testing.assert_close(s, x + residual)
-    torch.testing.assert_close(n, F.layer_norm(s, (33,), weight, bias))
