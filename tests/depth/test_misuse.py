@@ -71,12 +71,13 @@ def test_histories(backend, name):
         # It would cut its state and all states below out of the graph.
         with torch.set_grad_enabled(not learning), pytest.raises(RuntimeError, match="grad mode"):
             a.push(x, h)
-    h = history()
-    x = a.xs(y, h, 5)[-1]
-    torch.autograd.grad(x.sum(), y, retain_graph=True)
-    # Backward has written over states that later rows read.
-    with pytest.raises(RuntimeError, match="inplace=False"):
-        a.push(x, h)
+    # Backward writes over states that later rows read, half-way or down to y.
+    for bottom in (2, None):
+        h = history()
+        xs = a.xs(y, h, 5)
+        torch.autograd.grad(xs[5].sum(), y if bottom is None else xs[bottom], retain_graph=True)
+        with pytest.raises(RuntimeError, match="inplace=False"):
+            a.push(xs[5], h)
     h = history()
     out = a(y, h)
     with pytest.raises(RuntimeError, match=r"9 layers push 10 states.*new DepthHistory"):
