@@ -52,17 +52,6 @@ def test_the_numbers_of_eager_code(form, name, backend, options):
     torch.testing.assert_close(gradients(model, got), wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_more_layers_than_the_recompile_limit():
-    """One graph serves all layers."""
-    model = torch.nn.Sequential(*(Block() for _ in range(12)))
-    deepfast.connect(model, norm="pre")
-    wanted = model(X)
-    for layer in model:
-        layer.compile(backend="eager", fullgraph=True)
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        torch.testing.assert_close(model(X), wanted)
-
-
 @SLOW
 def test_a_pass_that_leaves_its_graph():
     """A graph break inside of the loop gives the same numbers, or ends with a sentence."""

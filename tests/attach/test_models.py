@@ -216,7 +216,7 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize(("layer", "names", "options"), [
     (TwoParts, NAMES, {"recompute": "layer+input"}),
-    (layers.SideBySide, [(("norm1", "norm2"), None)], {}),
+    *((layers.SideBySide, [(("norm1", "norm2"), None)], options) for options in ({}, GATES)),
     (layers.AddsInPlace, BOTH, {}),
     (BY_KEYWORD, BOTH, {}),
     # Disconnecting the model leaves those in its layers connected.
