@@ -37,26 +37,39 @@ DEEPFAST_INLINE void for_groups(int64_t count, const F& f) {
   for_groups<N>(0, count, f);
 }
 
-// products[i * next_a + j * next_b] = <a_i, b_j> for I times J rows of dim channels. The rows `ahead`,
-// which may be null, are brought to the level-2 cache meanwhile.
+// sum[i][j] += a_i * b_j, a vector of channels. The rows `ahead`, which may be null, are brought to the
+// level-2 cache meanwhile.
+template <class A, int N, int I, int J, class X, class Y>
+DEEPFAST_INLINE void multiply_channels(Lanes<N> lanes, const X* const* a, const Y* const* b,
+                                       int64_t d, const X* const* ahead, vec_t<A, N> (&sum)[I][J]) {
+  vec_t<A, N> x[I];
+  DEEPFAST_UNROLL for (int i = 0; i < I; ++i) x[i] = load(lanes, a[i] + d);
+  if (ahead != nullptr)
+    DEEPFAST_UNROLL for (int i = 0; i < I; ++i) __builtin_prefetch(ahead[i] + d, 0, 2);
+  DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
+    const auto y = load(lanes, b[j] + d);
+    DEEPFAST_UNROLL for (int i = 0; i < I; ++i) sum[i][j] += x[i] * y;
+  }
+}
+
+// products[i * next_a + j * next_b] = <a_i, b_j> for I times J rows of dim channels.
 template <class A, int I, int J, class X, class Y>
 DEEPFAST_INLINE void multiply_rows(const X* const* a, const Y* const* b, int64_t dim, A* products,
                                    int64_t next_a, int64_t next_b,
                                    const X* const* ahead = nullptr) {
   constexpr int N = kLanes<A>;
   constexpr Lanes<N> lanes;
-  vec_t<A, N> sum[I][J] = {};
+  // Few products have several sums each: an addition waits for the one before it.
+  constexpr int kParts = I * J < 8 ? 8 / (I * J) : 1;
+  vec_t<A, N> parts[kParts][I][J] = {};
+  auto& sum = parts[0];
   int64_t d = 0;
-  for (; d + N <= dim; d += N) {
-    vec_t<A, N> x[I];
-    DEEPFAST_UNROLL for (int i = 0; i < I; ++i) x[i] = load(lanes, a[i] + d);
-    if (ahead != nullptr)
-      DEEPFAST_UNROLL for (int i = 0; i < I; ++i) __builtin_prefetch(ahead[i] + d, 0, 2);
-    DEEPFAST_UNROLL for (int j = 0; j < J; ++j) {
-      const auto y = load(lanes, b[j] + d);
-      DEEPFAST_UNROLL for (int i = 0; i < I; ++i) sum[i][j] += x[i] * y;
-    }
-  }
+  for (; d + kParts * N <= dim; d += kParts * N)
+    DEEPFAST_UNROLL for (int p = 0; p < kParts; ++p)
+        multiply_channels<A, N, I, J>(lanes, a, b, d + p * N, ahead, parts[p]);
+  for (; d + N <= dim; d += N) multiply_channels<A, N, I, J>(lanes, a, b, d, ahead, sum);
+  DEEPFAST_UNROLL for (int p = 1; p < kParts; ++p) DEEPFAST_UNROLL for (int i = 0; i < I; ++i)
+      DEEPFAST_UNROLL for (int j = 0; j < J; ++j) sum[i][j] += parts[p][i][j];
   // Whole vectors of products are summed together.
   constexpr int kWhole = I * J % N == 0 ? I * J / N : 0;
   vec_t<A, N> totals[kWhole + 1];

@@ -5,7 +5,7 @@ is read. It must also have no atomics, which add in any order, and not more shar
 is.
 
     python -m tests.kernels.aot                                   # all launches for all targets
-    python -m tests.kernels.aot --only layer_norm --target 90
+    python -m tests.kernels.aot --only layer_norm --target 90 --dim 4096 --dtype float32
 """
 
 import argparse
@@ -22,6 +22,7 @@ from itertools import chain
 # Read when triton is imported. The interpreter compiles nothing.
 os.environ["TRITON_INTERPRET"] = "0"
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -61,9 +62,9 @@ UNWANTED = {"LDL", "STL", "ATOM", "ATOMG", "RED", "REDG", "UTMAREDG"}
 """Instructions of spills, and atomics."""
 
 
-def record(launch):
-    """The operands of a call, at the sizes of a deep stack."""
-    choices, sizes = CHOICES.get(launch.op, {}), {"T": T, "Q": T, "N": 64}
+def record(launch, given):
+    """The operands of a call, at the sizes of a deep stack, with the choices that are given."""
+    choices, sizes = CHOICES.get(launch.op, {}) | given, {"T": T, "Q": T, "N": 64}
     sizes |= {"R": LAYERS + 1, "S": LAYERS + 2, "P": 3, "reverse": True}
     if "boundary" in launch.op:
         words = LISTS["pull" if "pull" in launch.name else launch.name.rpartition("_")[2]]
@@ -72,7 +73,7 @@ def record(launch):
     return without_memory(launch, chosen(launch, **choices), **sizes)
 
 
-def compile_call(name: str, target: int) -> list[str]:
+def compile_call(name: str, target: int, given: dict) -> list[str]:
     """A line for each fault. Needs its own process, because it changes Triton and the launchers."""
     found, run = {}, JITFunction.run
     use_target(target)
@@ -88,7 +89,7 @@ def compile_call(name: str, target: int) -> list[str]:
 
     JITFunction.run = compile_only
     try:
-        launcher(record(LAUNCHES[name]))
+        launcher(record(LAUNCHES[name], given))
     finally:
         JITFunction.run = run
     return [
@@ -118,9 +119,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="launches whose name holds this text")
     parser.add_argument("--target", type=int, choices=SHARED, action="append")
+    parser.add_argument("--dim", type=int, help="channels, where another number is not fixed")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     options = parser.parse_args()
+    given = {} if options.dim is None else {"D": options.dim}
+    given |= {} if options.dtype is None else {"dtype": getattr(torch, options.dtype)}
     names = [name for name in LAUNCHES if options.only in name]
-    jobs = [(name, target) for name in names for target in options.target or SHARED]
+    jobs = [(name, target, given) for name in names for target in options.target or SHARED]
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,

@@ -93,14 +93,17 @@ def test_a_second_launch_calls_the_compiled_kernel_with_addresses(kernel, monkey
     assert [len(compiled.launched) for compiled in kernel.made] == [1, 0]
 
 
+OWN, NONE = [1, 1], [1, 0, 0]
+
+
 @pytest.mark.parametrize(("changed", "launched"), [
-    ({"p_x": OFF}, [1, 1]), ({"sources": (X, OFF)}, [1, 1]), ({"num_warps": 8}, [1, 1]),
-    ({"s_x": 0.5}, [1, 1]), ({"sources": (1, 2)}, [1, 1]),
-    ({"T": 2**31}, [1, 0, 0]), ({"s_x": 2**31}, [1, 0, 0]), ({"sources": (3, 2**31)}, [1, 0, 0]),
+    ({"p_x": None}, OWN), ({"p_x": OFF}, OWN), ({"p_x": X.half()}, OWN), ({"s_x": 33}, OWN),
+    ({"s_x": 1}, OWN), ({"s_x": None}, OWN), ({"s_x": 0.5}, OWN), ({"sources": (X, OFF)}, OWN),
+    ({"sources": (1, 2)}, OWN), ({"D": 16}, OWN), ({"num_warps": 8}, OWN),
+    ({"T": 2**31}, NONE), ({"s_x": 2**31}, NONE), ({"sources": (3, 2**31)}, NONE),
 ], ids=str)  # fmt: skip
 def test_what_triton_specialises_has_a_kernel_of_its_own(kernel, changed, launched):
-    """The front end's program compares with Triton itself. Launches with an integer of 64 bits go
-    Triton's way each time."""
+    """Launches with an integer of 64 bits go Triton's way each time."""
     for _ in range(2):
         run(kernel)
         run(kernel, **changed)
