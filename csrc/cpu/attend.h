@@ -166,6 +166,7 @@ struct GroupRows {
 template <class A, class F>
 DEEPFAST_INLINE void for_blocks(int64_t first, int64_t last, int64_t dim, const F& f) {
   constexpr int N = kLanes<A>;
+  // Inlined early. Else GCC keeps what f refers to in memory, and each store loads its address anew.
   const auto sums = [&](auto group, int64_t i) __attribute__((always_inline)) {
     constexpr Count<group.n == 1 ? 4 : 2> vectors;
     int64_t d = 0;
