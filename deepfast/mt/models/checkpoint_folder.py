@@ -43,6 +43,14 @@ Table = dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple]]]
 """The values of the key `tensors`."""
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Keeps where each part lies in the metadata that `dcp.save` returns, and writes no file of it.
+    FileSystemWriter does so only since torch 2.13, with a pickled file."""
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        metadata.storage_data = {each.index: each.storage_data for rank in results for each in rank}
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], group: Any = None) -> Table:
     """Writes tensors, or this rank's shares of them, into a folder.
 
@@ -52,10 +60,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], group: Any = None) -> 
     Raises:
         CheckpointException: DCP could not write on some rank.
     """
-    writer = dcp.FileSystemWriter(path)
+    writer = _Writer(path)
     with _quiet():
         found = dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-    Path(path, ".metadata").unlink(missing_ok=True)
     table: Table = {}
     for name, entry in found.state_dict_metadata.items():
         parts = []
