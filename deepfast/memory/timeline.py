@@ -22,9 +22,10 @@ from deepfast.memory.recording import held, recording
 from deepfast.memory.sizes import OPTIMIZERS, Sizes
 from deepfast.memory.stack import Stack
 
-MARGIN, CONTEXT = 0.04, 300 * 2**20
-"""The share of memory that CUDA's allocator loses to fragmentation, and the bytes of CUDA's context
-and libraries."""
+MARGIN, WORKSPACES, CONTEXT = 0.07, 2 * 32 * 2**20, 300 * 2**20
+"""The share of memory that CUDA's allocator loses to rounding and fragmentation; the bytes of
+cuBLAS's workspaces, one for forward's thread and one for backward's, of 32 MiB each on Hopper; an
+estimate of what CUDA and its libraries hold outside of the allocator."""
 
 
 def _moments(sizes: Sizes, stacks: dict[str, Stack]) -> Tensor:
@@ -67,7 +68,7 @@ def peak_table(sizes: Sizes, *policies: tuple[str, ...]) -> dict[str, int]:
         "allocator margin": 0,
     }
     if sizes.device == "cuda":
-        table["allocator margin"] = int(MARGIN * sum(table.values())) + CONTEXT
+        table["allocator margin"] = int(MARGIN * sum(table.values())) + WORKSPACES + CONTEXT
     return table
 
 
