@@ -9,20 +9,15 @@
 with the largest score most_l and total_l = sum_k exp(s_lk - most_l). The softmax is computed online
 (Milakov, Gimelshein 2018).
 
-A tile (BA, BT, BC) has all channels of BT / BB tokens for each of BB rows l, or of BB states k. In
-the boundary, which has one row and one state, BB is 1. Statistics of tokens are (R, T) tables,
-contiguous. They are loaded as (1, BT, 1) blocks, one number for each row of a tile.
+A tile (BA, BT, BC) has all channels of BT tokens, see `common`. Statistics of tokens are (R, T)
+tables, contiguous. They are loaded as (1, BT, 1) blocks.
 """
 
 import triton
 import triton.language as tl
 
-from .common import row_sum
+from .common import load_rows, row_sum
 from .near_sum import STAGES, load_stat
-
-TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-PULL_STAGES = tl.constexpr(STAGES.value if TRITON_3_9 else 1)
-"""Triton 3.6 would spill."""
 
 
 @triton.jit
@@ -32,34 +27,15 @@ def slot(first, i, step):
 
 
 @triton.jit
-def tile_rows(begin, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr):
-    """Of a tile, flat as in `common.flat_rows`: (BA * BT, 1) the entry of BB and the token; and the
-    channels (BA * BT, BC)."""
-    o_r = tl.arange(0, BA * BT)[:, None]
-    o_d = o_r // BT * BC + tl.arange(0, BC)[None, :]
-    return o_r % BT % BB, begin + o_r % BT // BB, o_d
-
-
-@triton.jit
-def stat_rows(begin, BT: tl.constexpr, BB: tl.constexpr):
-    """The same of the blocks of statistics, (1, BT, 1)."""
-    o_b = tl.arange(0, BT)[None, :, None]
-    return o_b % BB, begin + o_b // BB
-
-
-@triton.jit
 def rms_norm(b_v, D, eps):
     """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
     return tl.rsqrt(row_sum(b_v * b_v) / D + eps)
 
 
 @triton.jit
-def load_query(p_query, first, step, rows, D, BA: tl.constexpr, BT: tl.constexpr,
-               BC: tl.constexpr, BB: tl.constexpr):  # fmt: skip
-    """q of the ``rows`` rows of a tile, (BA, BT, BC)."""
-    o_b, _, o_d = tile_rows(0, BA, BT, BC, BB)
-    p = p_query + slot(first, o_b, step) * D + o_d
-    return tl.reshape(tl.load(p, mask=(o_b < rows) & (o_d < D), other=0.0), (BA, BT, BC))
+def load_query(p_query, row, o_d, D, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    """The query of a row, (BA, BT, BC)."""
+    return load_rows(p_query + row * D + o_d, o_d < D, BA, BT, BC)
 
 
 @triton.jit
@@ -107,23 +83,18 @@ def end_sum(b_x, b_total, RELU: tl.constexpr):
 
 @triton.jit
 def join_states(
-    b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, first_row, step_row, rows,
-    first, step, count, T, R, begin,
-    s_n, s_state, RELU: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+    b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, row, first, step, count, T, R,
+    s_n, s_state, o_t, o_row, o_d, m_t, m,
+    RELU: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`join` of a progression of states."""
-    _, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
-    o_b, o_st = stat_rows(begin, BT, BB)
-    p_states += o_t.to(tl.int64) * s_state + o_d
+    p_states += o_row * s_state + o_d
     for i in tl.range(0, count, num_stages=STAGES):
         k = slot(first, i, step)
-        b_v = tl.load(p_states + k * s_n, mask=(o_d < D) & (o_t < T), other=0.0).to(tl.float32)
-        b_v = tl.reshape(b_v, (BA, BT, BC))
-        b_s = row_sum(b_v * b_q) * tl.load(p_rstd + k * T + o_st, mask=o_st < T, other=0.0)
+        b_v = load_rows(p_states + k * s_n, m, BA, BT, BC).to(tl.float32)
+        b_s = row_sum(b_v * b_q) * load_stat(p_rstd + k * T, o_t, m_t)
         if p_bias is not None:
-            o_bias = slot(first_row, o_b, step_row) * R + k
-            b_s += tl.load(p_bias + o_bias, mask=o_b < rows, other=0.0)
+            b_s += tl.load(p_bias + row * R + k)
         b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
     return b_x, b_most, b_total
 
@@ -131,7 +102,7 @@ def join_states(
 @triton.jit
 def pull(b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta,
          RELU: tl.constexpr):  # fmt: skip
-    """Adds what a row gives to dv of a tile of states v, (BA, BT, BC), and returns its ds.
+    """Adds what a row gives to dv of a tile of a state v, (BA, BT, BC), and returns its ds.
 
     b_g, b_q: the row's gradient and query, (BA, BT, BC). b_back: the sum of ds (q . n) so far.
     This and further blocks are (1, BT, 1).
@@ -151,39 +122,33 @@ def pull(b_u, b_back, b_v, b_r, b_g, b_q, b_bias, b_most, b_total, b_delta,
 @triton.jit
 def pull_rows(
     b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats, p_ds,
-    first_row, step_row, first_slot, step_slot, rows, first_k, step_k, states, L, K, T, R, begin,
-    s_grads, s_grad, RELU: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+    first_row, step_row, first_slot, step_slot, rows, k, L, T, R,
+    s_grads, s_grad, o_t, o_row, o_d, m_t, m, RELU: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`pull` of a progression of rows, for ``states`` of K states. ``p_ds`` gets ds, (T, L, K)."""
-    _, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
-    o_b, o_st = stat_rows(begin, BT, BB)
-    m_d, m_st, k = o_d < D, o_st < T, slot(first_k, o_b, step_k)
-    p_grads += o_t.to(tl.int64) * s_grad + o_d
-    for i in tl.range(0, rows, num_stages=PULL_STAGES):
+    """`pull` of a progression of rows. ``p_ds`` gets ds, (T, L)."""
+    p_grads += o_row * s_grad + o_d
+    for i in tl.range(0, rows, num_stages=STAGES):
         row = slot(first_row, i, step_row)
-        p_g = p_grads + slot(first_slot, i, step_slot) * s_grads
-        b_g = tl.load(p_g, mask=m_d & (o_t < T), other=0.0).to(tl.float32)
-        b_q = tl.zeros(o_d.shape, dtype=tl.float32)
+        b_g = load_rows(p_grads + slot(first_slot, i, step_slot) * s_grads, m, BA, BT, BC)
+        b_q = tl.zeros((BA * BT, BC), dtype=tl.float32)
+        b_bias, b_most, b_total, b_delta = 0.0, 0.0, 1.0, 0.0
         if i < rows:
             b_q = tl.load(
-                p_query + row * D + o_d, mask=m_d, other=0.0, eviction_policy="evict_last"
+                p_query + row * D + o_d, mask=o_d < D, other=0.0, eviction_policy="evict_last"
             )
-        b_bias, b_most, b_total, b_delta = 0.0, 0.0, 1.0, 0.0
         if p_bias is not None:
-            b_bias = tl.load(p_bias + row * R + k, mask=o_b < states, other=0.0)
+            b_bias = tl.load(p_bias + row * R + k)
         if not RELU:
-            p_row = p_stats + row * 3 * T + o_st
-            b_most = tl.load(p_row, mask=m_st, other=0.0)
-            b_total = tl.load(p_row + T, mask=m_st, other=1.0)
-            b_delta = tl.load(p_row + 2 * T, mask=m_st, other=0.0)
+            p_row = p_stats + row * 3 * T
+            b_most, b_total = load_stat(p_row, o_t, m_t), load_stat(p_row + T, o_t, m_t, 1.0)
+            b_delta = load_stat(p_row + 2 * T, o_t, m_t)
         b_u, b_back, b_ds = pull(
-            b_u, b_back, b_v, b_r, tl.reshape(b_g, (BA, BT, BC)), tl.reshape(b_q, (BA, BT, BC)),
+            b_u, b_back, b_v, b_r, b_g.to(tl.float32), tl.reshape(b_q, (BA, BT, BC)),
             b_bias, b_most, b_total, b_delta, RELU,
         )  # fmt: skip
         if p_ds is not None:
-            o_ds = (o_st.to(tl.int64) * L + i) * K + o_b
-            tl.store(p_ds + o_ds, b_ds, mask=m_st & (o_b < states))
+            tl.store(p_ds + o_t.to(tl.int64) * L + i, tl.reshape(b_ds, (BT,)), mask=m_t)
     return b_u, b_back
 
 

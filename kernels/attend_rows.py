@@ -3,175 +3,271 @@
     attend_rows    out_b = sum_k p_lk v_k for up to 16 rows l, with each row's softmax statistics
     attend_pull    out_j = what later rows l add to dv_j,  dq_l,  db_lj
 
-The kernels of `attend_dot` take bf16 rows of up to 1,024 channels. Here a program holds the sums of
-its rows, and their queries, in registers, for one token or a few. It reads each state once for each
-of its rows, from DRAM the first time and then from the L1 cache. Programs that hold further rows of
-the same tokens run side by side, and read the state from the L2 cache. In attend_pull the program
-holds states and reads rows. All products use FMA, for each channel of a pair of row and state two
-in attend_rows and four in attend_pull, which takes longer than the reads from DRAM.
+Each is a few kernels, between which the scores and weights of every token, row and state are in
+memory. These numbers are few beside the channels of a state.
 
-attend_pull also stores ds of each token, row and state, in fp32. A second kernel multiplies these
-with the states, for dq; it reads the states once more.
+    attend_rows    S = r V Q^T + b,  P = softmax(S),  out = P V
+    attend_pull    S again,  dS from P and G V^T,  out = P G + r dS Q - c V,  dq = dS r V
+
+A product over channels, S and G V^T, is one of matrices: for a state with a tile of tokens, where
+all tokens share the other factor, else for a token with 16 rows and 16 states. Sums over states or
+rows use FMA: a program has the 8 sums of a token in registers and reads each state once.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .attend import (
-    begin_sum,
-    end_pull,
-    end_sum,
-    join_states,
-    load_query,
-    no_sum,
-    pull_rows,
-    slot,
-    tile_rows,
-)
-from .attend_dot import (
-    MOST_CHANNELS,
-    PULL_SIZES,
-    PULLED_CHANNELS,
-    ROW_SIZES,
-    attend_pull_dot_kernel,
-    attend_rows_dot_kernel,
-    dot_tile,
-)
+from .attend import relu, slot
 from .common import (
-    RowTile,
     dot,
-    dot_weight,
     even_programs,
     multiprocessors,
     progressions,
-    residency,
-    row_tile,
-    store_rows,
+    rounded,
+    weight_dot,
 )
 from .launch import call, cdiv, launcher, next_power_of_2
 from .mix_rows import ROWS, sum_into
+from .near_sum import STAGES
 from .sums import Sum, sum_partials
 
+SUMS = 8
+"""States or rows whose sums a program has in registers."""
+CHANNELS = 1024
+"""Of them it has at most this many channels."""
+SIDE = tl.constexpr(16)
+"""Rows and states of a product of one token."""
+# Numbers that change from launch to launch; no compiled variant depends on them.
+NUMBERS = [
+    *("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "rows", "first_out"),
+    *("step_out", "first_slot", "step_slot"),
+]
 
-def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:
-    """16 elements of each operand per thread, so that a row of 512 channels is a warp's."""
-    return row_tile(D, itemsize, per_thread=16, num_warps=num_warps)
+
+def varying(*names: str):
+    """`triton.jit` for a kernel that has these of `NUMBERS`."""
+    return triton.jit(do_not_specialize=[name for name in NUMBERS if name in names])
 
 
-@triton.jit(do_not_specialize=ROW_SIZES)
-def attend_rows_kernel(
-    p_states, p_query, p_bias, p_rstd, p_out, p_stats,
-    T, R, first_k, step_k, K, first_row, step_row, rows, first_out, step_out,
+@triton.jit
+def split_2(b_x):
+    """An fp32 number as two bf16 numbers, its upper half and the rest: 16 of its bits."""
+    b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # The rest of an infinite number would be NaN.
+    b_low = tl.where(b_x == b_high, 0.0, b_x - b_high)
+    return b_high.to(tl.bfloat16), rounded(b_low, tl.bfloat16)
+
+
+@varying("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row")
+def attend_scores_kernel(
+    p_states, p_query, p_bias, p_rstd, p_scores,
+    T, R, first_k, step_k, K, first_row, step_row, L,
+    s_n, s_state,
+    RELU: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """S of a state and BT tokens for BL rows, in a table (T, K, L); with RELU the weights."""
+    j = tl.program_id(1)
+    k = slot(first_k, j, step_k)
+    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    o_l = tl.program_id(2) * BL + tl.arange(0, BL)
+    o_q, m_t, m_l = slot(first_row, o_l, step_row), o_t < T, o_l < L
+    p_v, p_q = p_states + k * s_n + o_t[:, None] * s_state, p_query + o_q[None, :] * D
+    b_s = tl.zeros((BT, BL), dtype=tl.float32)
+    for start in tl.range(0, D, BD, num_stages=STAGES):
+        o_d = start + tl.arange(0, BD)
+        m_d = o_d < D
+        b_v = tl.load(p_v + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+        b_q = tl.load(p_q + o_d[:, None], mask=m_d[:, None] & m_l[None, :], other=0.0)
+        if p_states.dtype.element_ty == tl.bfloat16:
+            b_high, b_low = split_2(b_q)
+            b_s = dot(b_v, b_high, dot(b_v, b_low, b_s))
+        else:
+            b_s = dot(b_v.to(tl.float32), b_q, b_s)
+    b_s *= tl.load(p_rstd + k * T + o_t, mask=m_t, other=0.0)[:, None]
+    if p_bias is not None:
+        b_s += tl.load(p_bias + o_q * R + k, mask=m_l, other=0.0)[None, :]
+    if RELU:
+        b_s = relu(b_s)
+    o_s = (o_t[:, None] * K + j) * L + o_l[None, :]
+    tl.store(p_scores + o_s, b_s, mask=m_t[:, None] & m_l[None, :])
+
+
+@varying("T", "K", "L", "first_out", "step_out")
+def attend_softmax_kernel(
+    p_scores, p_stats, p_kept,
+    T, K, L, first_out, step_out,
+    BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The weights in place of the scores, (T, K, L), and each row's statistics. With ``p_kept``,
+    (T, L), there was a sum before: this is its factor."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_t, o_l, o_k = o_r // L, o_r % L, tl.arange(0, BK)
+    m_r = o_t < T
+    p_s = p_scores + (o_t * K * L + o_l)[:, None] + o_k[None, :] * L
+    m_s = m_r[:, None] & (o_k < K)[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=float("-inf"))
+    b_most = tl.max(b_s, axis=1)
+    p_stat = p_stats + slot(first_out, o_l, step_out) * 2 * T + o_t
+    if p_kept is not None:
+        b_before = tl.load(p_stat, mask=m_r, other=float("-inf"))
+        b_most = tl.maximum(b_most, b_before)
+    # The difference of two scores of -inf is NaN, but their weights must be 0.
+    b_from = tl.where(b_most == float("-inf"), 0.0, b_most)
+    b_p = tl.exp(b_s - b_from[:, None])
+    b_total = tl.sum(b_p, axis=1)
+    if p_kept is not None:
+        b_kept = tl.exp(b_before - b_from) * tl.load(p_stat + T, mask=m_r, other=0.0)
+        b_total += b_kept
+    b_divisor = tl.where(b_total == 0, 1.0, b_total)
+    tl.store(p_s, b_p / b_divisor[:, None], mask=m_s)
+    tl.store(p_stat, b_most, mask=m_r)
+    tl.store(p_stat + T, b_total, mask=m_r)
+    if p_kept is not None:
+        tl.store(p_kept + o_r, b_kept / b_divisor, mask=m_r)
+
+
+@varying("K", "L", "first_k", "step_k", "first_out", "step_out")
+def attend_values_kernel(
+    p_states, p_weights, p_kept, p_out,
+    K, L, first_k, step_k, first_out, step_out,
     s_n, s_state, s_out, s_row,
-    RELU: tl.constexpr, ACCUMULATE: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
+    ACCUMULATE: tl.constexpr, D: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    groups, tokens = tl.cdiv(rows, BB), BT // BB
-    skipped = tl.program_id(0) % groups * BB
-    first_row, rows = first_row + skipped * step_row, rows - skipped
-    first_out += skipped * step_out
-    b_q = load_query(p_query, first_row, step_row, rows, D, BA, BT, BC, BB)
-    o_b, o_t, o_d = tile_rows(0, BA, BT, BC, BB)
-    p_out += slot(first_out, o_b, step_out) * s_out + o_d
-    m_out = (o_b < rows) & (o_d < D)
-    o_sb = tl.arange(0, BT)
-    p_stat = None
-    if not RELU:
-        p_stat = p_stats + slot(first_out, o_sb % BB, step_out) * 2 * T
-    first = tl.program_id(0) // groups * tokens
-    for begin in range(first, T, tl.num_programs(0) // groups * tokens):
-        o_tile = (begin + o_t).to(tl.int64)
-        m, p_tile = m_out & (o_tile < T), p_out + o_tile * s_row
-        o_st = (begin + o_sb // BB).to(tl.int64)
-        m_st = (o_st < T) & (o_sb % BB < rows)
-        b_x, b_most, b_total = no_sum(BA, BT, BC)
-        if ACCUMULATE:
-            b_x = tl.reshape(tl.load(p_tile, mask=m, other=0.0).to(tl.float32), (BA, BT, BC))
-            if not RELU:
-                b_x, b_most, b_total = begin_sum(b_x, p_stat, p_stat + T, o_st, m_st)
-        b_x, b_most, b_total = join_states(
-            b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, first_row, step_row, rows,
-            first_k, step_k, K, T, R, begin, s_n, s_state, RELU, D, BA, BT, BC, BB,
-        )  # fmt: skip
-        store_rows(p_tile, end_sum(b_x, b_total, RELU), m, BA, BT, BC)
-        if not RELU:
-            tl.store(p_stat + o_st, tl.reshape(b_most, (BT,)), mask=m_st)
-            tl.store(p_stat + T + o_st, tl.reshape(b_total, (BT,)), mask=m_st)
-
-
-@triton.jit(do_not_specialize=PULL_SIZES)
-def attend_pull_kernel(
-    p_grads, p_states, p_query, p_bias, p_rstd, p_stats, p_out, p_ds,
-    T, R, first_slot, step_slot, first_row, step_row, rows, first_k, step_k, K, first_out, step_out,
-    s_grads, s_grad, s_n, s_state, s_out, s_row,
-    RELU: tl.constexpr, ACCUMULATE: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
-):  # fmt: skip
-    groups = tl.cdiv(K, BB)
-    skipped = tl.program_id(0) % groups * BB
-    first_k, first_out, left = (
-        first_k + skipped * step_k,
-        first_out + skipped * step_out,
-        K - skipped,
-    )
-    begin = tl.program_id(0) // groups * (BT // BB)
-    o_b, o_t, o_d = tile_rows(begin, BA, BT, BC, BB)
-    m, o_t = (o_b < left) & (o_t < T) & (o_d < D), o_t.to(tl.int64)
-    p_v = p_states + slot(first_k, o_b, step_k) * s_n + o_t * s_state + o_d
-    b_v = tl.reshape(tl.load(p_v, mask=m, other=0.0).to(tl.float32), (BA, BT, BC))
-    o_sb = tl.arange(0, BT)[None, :, None]
-    o_st = begin + o_sb // BB
-    p_r = p_rstd + slot(first_k, o_sb % BB, step_k) * T + o_st
-    b_r = tl.load(p_r, mask=(o_st < T) & (o_sb % BB < left), other=0.0)
-    p_out += slot(first_out, o_b, step_out) * s_out + o_t * s_row + o_d
-    b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
-    b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
-    if p_ds is not None:
-        p_ds += skipped
-    b_u, b_back = pull_rows(
-        b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats, p_ds, first_row, step_row,
-        first_slot, step_slot, rows, first_k, step_k, left, rows, K, T, R, begin, s_grads, s_grad,
-        RELU, D, BA, BT, BC, BB,
-    )  # fmt: skip
-    b_u = end_pull(b_u, b_back, b_v, b_r, D)
+    """P V of a token, BL rows and BD channels."""
+    t = tl.program_id(0).to(tl.int64)
+    o_l = tl.program_id(1) * BL + tl.arange(0, BL)
+    o_d = tl.program_id(2) * BD + tl.arange(0, BD)
+    m_l, m_d = o_l < L, o_d < D
+    p_x = p_out + slot(first_out, o_l, step_out)[:, None] * s_out + t * s_row + o_d[None, :]
+    m = m_l[:, None] & m_d[None, :]
+    b_x = tl.zeros((BL, BD), dtype=tl.float32)
     if ACCUMULATE:
-        b_u += tl.reshape(tl.load(p_out, mask=m, other=0.0).to(tl.float32), (BA, BT, BC))
-    store_rows(p_out, b_u, m, BA, BT, BC)
+        b_x += tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+        if p_kept is not None:
+            b_x *= tl.load(p_kept + t * L + o_l, mask=m_l, other=0.0)[:, None]
+    p_states += t * s_state
+    p_weights += t * K * L
+    for j in tl.range(0, K, num_stages=STAGES):
+        p_v = p_states + slot(first_k, j, step_k) * s_n
+        b_v = tl.load(p_v + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_p = tl.load(p_weights + j * L + o_l, mask=m_l, other=0.0)
+        b_x += b_p[:, None] * b_v[None, :]
+    tl.store(p_x, rounded(b_x, p_out.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["T", "first_k", "step_k", "K", "L"])
+@varying("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "first_slot",
+         "step_slot")  # fmt: skip
+def attend_slopes_kernel(
+    p_grads, p_states, p_bias, p_scores, p_stats, p_weights, p_ds, p_back,
+    T, R, first_slot, step_slot, first_row, step_row, L, first_k, step_k, K,
+    s_grads, s_grad, s_n, s_state,
+    RELU: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """P and dS of a token, (T, L, K), from its scores (T, K, L); and the sums of dS (q . n) over
+    the rows, (T, K)."""
+    t = tl.program_id(0).to(tl.int64)
+    o_k, o_i = tl.arange(0, SIDE), tl.arange(0, SIDE)
+    m_k, k = o_k < K, slot(first_k, o_k, step_k)
+    p_v = p_states + k[None, :] * s_n + t * s_state
+    b_back = tl.zeros((SIDE,), dtype=tl.float32)
+    for start in range(0, L, SIDE):
+        o_l = start + o_i
+        m_l, row = o_l < L, slot(first_row, o_l, step_row)
+        m = m_l[:, None] & m_k[None, :]
+        p_g = p_grads + slot(first_slot, o_l, step_slot)[:, None] * s_grads + t * s_grad
+        b_slope = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+        for first in tl.range(0, D, BD, num_stages=STAGES):
+            o_d = first + tl.arange(0, BD)
+            m_d = o_d < D
+            b_g = tl.load(p_g + o_d[None, :], mask=m_l[:, None] & m_d[None, :], other=0.0)
+            b_v = tl.load(p_v + o_d[:, None], mask=m_d[:, None] & m_k[None, :], other=0.0)
+            b_slope = dot(b_g, b_v, b_slope)
+        b_s = tl.load(p_scores + (t * K + o_k[None, :]) * L + o_l[:, None], mask=m, other=0.0)
+        if RELU:
+            b_p = relu(b_s)
+            b_ds = tl.where(b_s > 0, b_slope, 0.0)
+        else:
+            p_row = p_stats + row * 3 * T + t
+            b_most = tl.load(p_row, mask=m_l, other=0.0)[:, None]
+            b_total = tl.load(p_row + T, mask=m_l, other=1.0)[:, None]
+            b_delta = tl.load(p_row + 2 * T, mask=m_l, other=0.0)[:, None]
+            b_p = tl.exp(b_s - b_most) / b_total
+            b_ds = b_p * (b_slope - b_delta)
+        if p_bias is not None:
+            b_s -= tl.load(p_bias + row[:, None] * R + k[None, :], mask=m, other=0.0)
+        b_back += tl.sum(tl.where(m, b_ds * b_s, 0.0), axis=0)
+        o_ds = (t * L + o_l[:, None]) * K + o_k[None, :]
+        tl.store(p_weights + o_ds, b_p, mask=m)
+        tl.store(p_ds + o_ds, b_ds, mask=m)
+    tl.store(p_back + t * K + o_k, b_back, mask=m_k)
+
+
+@varying("T", "K", "L", "first_k", "step_k", "first_row", "step_row", "first_slot", "step_slot",
+         "first_out", "step_out")  # fmt: skip
+def attend_pull_kernel(
+    p_grads, p_states, p_query, p_rstd, p_weights, p_ds, p_back, p_out,
+    T, first_slot, step_slot, first_row, step_row, L, first_k, step_k, K, first_out, step_out,
+    s_grads, s_grad, s_n, s_state, s_out, s_row,
+    ACCUMULATE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """P G + r dS Q - c V of a token, BK states and BD channels."""
+    t = tl.program_id(0).to(tl.int64)
+    o_k = tl.program_id(1) * BK + tl.arange(0, BK)
+    o_d = tl.program_id(2) * BD + tl.arange(0, BD)
+    m_k, m_d, k = o_k < K, o_d < D, slot(first_k, o_k, step_k)
+    m = m_k[:, None] & m_d[None, :]
+    b_r = tl.load(p_rstd + k * T + t, mask=m_k, other=0.0)
+    b_u = tl.zeros((BK, BD), dtype=tl.float32)
+    p_grads += t * s_grad
+    p_weights += t * L * K
+    p_ds += t * L * K
+    for i in tl.range(0, L, num_stages=STAGES):
+        p_g = p_grads + slot(first_slot, i, step_slot) * s_grads
+        b_g = tl.load(p_g + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_p = tl.load(p_weights + i * K + o_k, mask=m_k, other=0.0)
+        b_c = tl.load(p_ds + i * K + o_k, mask=m_k, other=0.0) * b_r
+        b_q = tl.zeros((BD,), dtype=tl.float32)
+        if i < L:  # The queries stay in the L1 cache.
+            b_q = tl.load(p_query + slot(first_row, i, step_row) * D + o_d, mask=m_d, other=0.0)
+        b_u += b_p[:, None] * b_g[None, :] + b_c[:, None] * b_q[None, :]
+    b_c = b_r * b_r * tl.load(p_back + t * K + o_k, mask=m_k, other=0.0) / D
+    p_v = p_states + k[:, None] * s_n + t * s_state + o_d[None, :]
+    b_u -= b_c[:, None] * tl.load(p_v, mask=m, other=0.0).to(tl.float32)
+    p_u = p_out + slot(first_out, o_k, step_out)[:, None] * s_out + t * s_row + o_d[None, :]
+    if ACCUMULATE:
+        b_u += tl.load(p_u, mask=m, other=0.0).to(tl.float32)
+    tl.store(p_u, rounded(b_u, p_out.dtype.element_ty), mask=m)
+
+
+@varying("T", "K", "L", "first_k", "step_k")
 def attend_query_kernel(
     p_ds, p_states, p_rstd, p_dquery, p_dbias,
     T, first_k, step_k, K, L,
     s_n, s_state,
     D: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """dS r V of BL rows and BD channels, and the sums of dS, over the tokens of a program."""
     chunk = tl.program_id(2).to(tl.int64)
-    o_l = (tl.program_id(1) * BL + tl.arange(0, BL)).to(tl.int64)
+    o_l, o_t = tl.program_id(1) * BL + tl.arange(0, BL), tl.arange(0, BT)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     o_k, m_l, m_d = tl.arange(0, BK)[None, :], o_l < L, o_d < D
-    b_dq = tl.zeros((BD, BL), dtype=tl.float32)
+    b_dq = tl.zeros((BL, BD), dtype=tl.float32)
     b_db = tl.zeros((BL, BK), dtype=tl.float32)
-    for begin in range(tl.program_id(2) * BT, T, tl.num_programs(2) * BT):
-        o_t = (begin + tl.arange(0, BT)).to(tl.int64)
-        m_t = o_t < T
-        for j in range(K):
-            k = slot(first_k, j, step_k)
-            o_ds = (o_t[:, None] * L + o_l[None, :]) * K + j
-            b_ds = tl.load(p_ds + o_ds, mask=m_t[:, None] & m_l[None, :], other=0.0)  # (BT, BL)
-            b_r = tl.load(p_rstd + k * T + o_t, mask=m_t, other=0.0)
-            p_v = p_states + k * s_n + o_t[:, None] * s_state + o_d[None, :]
-            b_v = tl.load(p_v, mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_c = b_ds * b_r[:, None]
-            if p_states.dtype.element_ty == tl.bfloat16:
-                b_dq = dot_weight(tl.trans(b_v), b_c, b_dq)
-            else:
-                b_dq = dot(tl.trans(b_v.to(tl.float32)), b_c, b_dq)
-            if p_dbias is not None:
-                b_db += tl.where(o_k == j, tl.sum(b_ds, axis=0)[:, None], 0.0)
-    o_dq = (chunk * L + o_l[None, :]) * D + o_d[:, None]
-    tl.store(p_dquery + o_dq, b_dq, mask=m_d[:, None] & m_l[None, :])
+    tiles = tl.cdiv(T - tl.program_id(2) * BT, tl.num_programs(2) * BT)
+    for i in tl.range(0, tiles * K, num_stages=STAGES):
+        j, tile = i % K, i // K * tl.num_programs(2) + tl.program_id(2)
+        k, first = slot(first_k, j, step_k), tile.to(tl.int64) * BT
+        m_t = first + o_t < T
+        p_v = p_states + k * s_n + first * s_state + (o_t[:, None] * s_state + o_d[None, :])
+        b_v = tl.load(p_v, mask=m_t[:, None] & m_d[None, :], other=0.0)
+        b_r = tl.load(p_rstd + k * T + first + o_t, mask=m_t, other=0.0)
+        p_tile = p_ds + (first * L * K + j) + (o_t[None, :] * L + o_l[:, None]) * K
+        b_ds = tl.load(p_tile, mask=m_t[None, :] & m_l[:, None], other=0.0)
+        b_dq = weight_dot(b_ds * b_r[None, :], b_v, b_dq)
+        if p_dbias is not None:
+            b_db += tl.where(o_k == j, tl.sum(b_ds, axis=1)[:, None], 0.0)
+    o_dq = (chunk * L + o_l[:, None]) * D + o_d[None, :]
+    tl.store(p_dquery + o_dq, b_dq, mask=m_l[:, None] & m_d[None, :])
     if p_dbias is not None:
         # All tiles of channels have the same sums; the first one stores them.
         stored = tl.where(tl.program_id(0) == 0, K, 0)
@@ -179,68 +275,76 @@ def attend_query_kernel(
         tl.store(p_dbias + o_db, b_db, mask=m_l[:, None] & (o_k < stored))
 
 
+def scores(a, rows, L, sources, K, RELU):
+    """S of L rows and K states, (T, K, L) fp32."""
+    _, T, D = a.states.shape
+    table = a.query.new_empty(T, K, L)
+    sides = {"BT": 64, "BL": min(64, max(16, next_power_of_2(L))), "BD": 64, "num_warps": 4}
+    if K > 0 and L > 0:
+        call(
+            attend_scores_kernel, (cdiv(T, sides["BT"]), K, cdiv(L, sides["BL"])),
+            a.states, a.query, a.bias, a.source_rstd, table,
+            T, a.query.shape[0], *sources, K, *rows, L, a.states.stride(0), a.states.stride(1),
+            RELU=RELU, D=D, **sides,
+        )  # fmt: skip
+    return table
+
+
+def sums(T, D, count):
+    """The grid of a kernel with ``count`` sums of each token, and its options."""
+    BD = min(CHANNELS, max(16, next_power_of_2(D)))
+    return (T, cdiv(count, SUMS), cdiv(D, BD)), {"D": D, "BD": BD, "num_warps": max(1, BD // 256)}
+
+
 @launcher
 def attend_rows(a):
     _, T, D = a.states.shape
-    tile, programs = dot_tile(a.states, MOST_CHANNELS), multiprocessors(a.states.device)
-    if tile is None:
-        kernel, whole = attend_rows_kernel, attend_tile(D, a.states.element_size(), 8)
-        tile = whole._asdict()
-    else:
-        kernel, whole = attend_rows_dot_kernel, None
-    resident = residency(16, tile["num_warps"])
-    for count, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
-        sides, groups, tiles = tile, 1, T
-        if whole is not None:
-            BB = min(whole.BT, next_power_of_2(count))
-            sides = {"BB": BB, **tile}
-            groups, tiles = cdiv(count, BB), cdiv(T, whole.BT // BB)
-        chunks = even_programs(tiles, resident.programs * programs)
+    strides = a.states.stride(0), a.states.stride(1), a.out.stride(0), a.out.stride(1)
+    for L, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
+            accumulate, kept = a.accumulate or i > 0, None
+            weights = scores(a, row, L, k, K, a.kind == "relu")
+            if a.kind != "relu":
+                kept = a.query.new_empty(T, L) if accumulate else None
+                BK = next_power_of_2(max(1, K))
+                BR = max(1, 4096 // BK)
+                call(
+                    attend_softmax_kernel, (cdiv(T * L, BR),), weights, a.out_stats, kept,
+                    T, K, L, *place, BR=BR, BK=BK, num_warps=4,
+                )  # fmt: skip
+            grid, options = sums(T, D, L)
             call(
-                kernel, (groups * chunks,),
-                a.states, a.query, a.bias, a.source_rstd, a.out, a.out_stats,
-                T, a.query.shape[0], *k, K, *row, count, *place,
-                a.states.stride(0), a.states.stride(1), a.out.stride(0), a.out.stride(1),
-                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, D=D, **sides,
-                maxnreg=resident.registers,
+                attend_values_kernel, grid, a.states, weights, kept, a.out, K, L, *k, *place,
+                *strides, ACCUMULATE=accumulate, BL=SUMS, **options,
             )  # fmt: skip
 
 
 @launcher
 def attend_pull(a):
     _, T, D = a.states.shape
-    tile = dot_tile(a.states, PULLED_CHANNELS)
-    if tile is None:
-        kernel, whole = attend_pull_kernel, attend_tile(D, a.states.element_size(), 8)
-        tile, registers = whole._asdict(), residency(16, whole.num_warps).registers
-    else:
-        kernel, whole, registers = attend_pull_dot_kernel, None, None
+    of_grads, of_states = a.grads.stride()[:2], a.states.stride()[:2]
     for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS):
-        sides = tile
-        if whole is None:
-            programs = residency(8, tile["num_warps"]).programs * multiprocessors(a.states.device)
-            grid = (even_programs(T, programs),)
-        else:
-            BB = min(whole.BT, next_power_of_2(K))
-            sides = {"BB": BB, **tile}
-            grid = (cdiv(K, BB) * cdiv(T, whole.BT // BB),)
-        for i, (L, row, first_slot) in enumerate(
-            progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))
-        ):
-            ds = None if a.dquery is None else a.query.new_empty(T, L, K)
+        pieces = progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))
+        for i, (L, row, slots) in enumerate(pieces):
+            table = scores(a, row, L, k, K, False)
+            weights, ds = a.query.new_empty(2, T, L, K)
+            back = a.query.new_empty(T, K)
             call(
-                kernel, grid,
-                a.grads, a.states, a.query, a.bias, a.source_rstd, a.stats, a.out, ds,
-                T, a.query.shape[0], *first_slot, *row, L, *k, K, *place,
-                a.grads.stride(0), a.grads.stride(1), a.states.stride(0), a.states.stride(1),
-                a.out.stride(0), a.out.stride(1),
-                RELU=a.kind == "relu", ACCUMULATE=a.accumulate or i > 0, D=D, **sides,
-                maxnreg=registers,
+                attend_slopes_kernel, (T,),
+                a.grads, a.states, a.bias, table, a.stats, weights, ds, back,
+                T, a.query.shape[0], *slots, *row, L, *k, K, *of_grads, *of_states,
+                RELU=a.kind == "relu", D=D, BD=64, num_warps=1,
             )  # fmt: skip
-            if ds is not None and L > 0:
-                later = range(row[0], row[0] + L * row[1], row[1])
-                query_grads(ds, a, k, later)
+            grid, options = sums(T, D, K)
+            call(
+                attend_pull_kernel, grid,
+                a.grads, a.states, a.query, a.source_rstd, weights, ds, back, a.out,
+                T, *slots, *row, L, *k, K, *place,
+                *of_grads, *of_states, a.out.stride(0), a.out.stride(1),
+                ACCUMULATE=a.accumulate or i > 0, BK=SUMS, **options,
+            )  # fmt: skip
+            if a.dquery is not None and L > 0:
+                query_grads(ds, a, k, range(row[0], row[0] + L * row[1], row[1]))
 
 
 def query_grads(ds, a, sources, rows, sums=None, outs=()):
@@ -254,9 +358,8 @@ def query_grads(ds, a, sources, rows, sums=None, outs=()):
     """
     T, L, K = ds.shape
     D = a.states.shape[2]
-    sides = {"BL": 16, "BT": 16, "BD": 64, "BK": next_power_of_2(K)}
-    if a.states.dtype == torch.bfloat16:
-        sides |= {"BL": 16 if L <= 16 else 32, "BT": 32}
+    BL = 16 if L <= 16 else 32
+    sides = {"BL": BL, "BT": 32, "BD": 2048 // BL, "BK": next_power_of_2(K)}
     grid = cdiv(D, sides["BD"]), cdiv(L, sides["BL"])
     most = max(1, 4 * multiprocessors(a.states.device) // (grid[0] * grid[1]))
     chunks = even_programs(cdiv(T, sides["BT"]), most)

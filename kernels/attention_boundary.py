@@ -25,10 +25,13 @@ from .attend import (
     pull_rows,
     rms_norm,
 )
-from .attend_rows import attend_tile, query_grads
+from .attend_rows import query_grads
 from .common import (
+    RowTile,
     dropout,
     even_programs,
+    flat_rows,
+    load_rows,
     multiprocessors,
     passed_near,
     passed_pulls,
@@ -36,18 +39,25 @@ from .common import (
     rounded,
     row_channels,
     row_sum,
+    row_tile,
+    store_rows,
     store_sum,
 )
 from .launch import cdiv, launch, launcher
 from .near_sum import (
     load_stat,
-    load_tile,
     output_backward,
     store_output,
     store_stat,
     store_tile,
 )
 from .sums import sum_partials
+
+
+def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:
+    """16 elements of each operand per thread, so that a row of 512 channels is a warp's."""
+    return row_tile(D, itemsize, per_thread=16, num_warps=num_warps)
+
 
 FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 BACKWARD_NUMBERS = [
@@ -60,20 +70,19 @@ ENTRIES = ["p_seed", "p_partial_stats", "p_out_mean", "p_out_rstd"]
 
 @triton.jit
 def _far_and_near(
-    b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R, begin,
+    b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
     s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m,
-    RELU: tl.constexpr,
-    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    RELU: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The sum of row k over ``partial`` and the near states but k."""
     b_x, b_most, b_total = no_sum(BA, BT, BC)
     if p_partial is not None:
-        b_x = load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
+        b_x = load_rows(p_partial + o_row * s_partial + o_d, m, BA, BT, BC).to(tl.float32)
         if not RELU:
             b_x, b_most, b_total = begin_sum(b_x, p_partial_stats, p_partial_stats + T, o_t, m_t)
     return join_states(
-        b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, k, 1, 1, first, step, count, T, R,
-        begin, s_n, s_state, RELU, D, BA, BT, BC, 1,
+        b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, k, first, step, count, T, R,
+        s_n, s_state, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
     )  # fmt: skip
 
 
@@ -94,23 +103,20 @@ def attention_boundary_fwd_kernel(
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
-    o_t = begin + tl.arange(0, BT)  # (BT,)
-    o_d = row_channels(BA, BC)  # (BA, 1, BC)
-    m_t, m_d = o_t < T, o_d < D
-    o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
-    m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
-    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    o_t = begin + tl.arange(0, BT)
+    m_t, m_c = o_t < T, row_channels(BA, BC) < D
+    o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
     k = k.to(tl.int64)
     p_own, p_own_rstd = p_states + k * s_n, p_rstd + k * T
     # Loaded now, so that they arrive while the near states are summed.
     if p_branch is not None:
-        b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+        b_y = load_rows(p_branch + o_row * s_branch + o_d, m, BA, BT, BC)
         if p_residual is not None:
-            b_r = load_tile(p_residual, s_residual, o_row, o_d, m)
-    b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
+            b_r = load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC)
+    b_q = load_query(p_query, k, o_d, D, BA, BT, BC)
     b_x, b_most, b_total = _far_and_near(
         b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
-        begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, D, BA, BT, BC,
+        s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
@@ -120,12 +126,12 @@ def attention_boundary_fwd_kernel(
             b_y += b_r.to(tl.float32)
         # Mixes the rounded state, which is what later rows read.
         b_y = rounded(b_y, p_states.dtype.element_ty)
-        tl.store(p_own + o_row * s_state + o_d, b_y, mask=m)
+        store_rows(p_own + o_row * s_state + o_d, b_y, m, BA, BT, BC)
         b_v = b_y.to(tl.float32)
         b_rstd = rms_norm(b_v, D, eps)
         store_stat(p_own_rstd, b_rstd, o_t, m_t)
     elif READS_OWN:
-        b_v = load_tile(p_own, s_state, o_row, o_d, m).to(tl.float32)
+        b_v = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC).to(tl.float32)
         b_rstd = load_stat(p_own_rstd, o_t, m_t)
     if READS_OWN:
         b_s = _own_score(b_v, b_q, b_rstd, p_bias, k, R)
@@ -133,12 +139,12 @@ def attention_boundary_fwd_kernel(
     if not RELU:
         store_stat(p_stats + k * 3 * T, b_most, o_t, m_t)
         store_stat(p_stats + k * 3 * T + T, b_total, o_t, m_t)
-    b_x = tl.where(m, end_sum(b_x, b_total, RELU), 0.0)
+    b_x = end_sum(b_x, b_total, RELU)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
     if p_out is not None:
         store_output(
             b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
-            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
+            o_t, o_row, o_d, m_t, m_c, m, D, out_eps, OUT_RMS,
         )  # fmt: skip
 
 
@@ -153,31 +159,28 @@ def attention_boundary_bwd_kernel(
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    o_d = row_channels(BA, BC)  # (BA, 1, BC)
-    m_d = o_d < D
-    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    o_c = row_channels(BA, BC)
+    m_c = o_c < D
     k, program = k.to(tl.int64), tl.program_id(0).to(tl.int64)
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     # Sums over this program's tokens, and every block below: (BA, BT, BC).
     b_dweight = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dbias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        o_t = begin + tl.arange(0, BT)  # (BT,)
+        o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
-        o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
-        m = m_t[None, :, None] & m_d
-        b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
+        o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
+        b_n = load_rows(p_states + k * s_n + o_row * s_state + o_d, m, BA, BT, BC)
         b_r = load_stat(p_rstd + k * T, o_t, m_t)
         if p_dx is not None:
-            b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
-        b_q = load_query(p_query, k, 1, 1, D, BA, BT, BC, 1)
+            b_dx = load_rows(p_dx + o_row * s_dx + o_d, m, BA, BT, BC)
+        b_q = load_query(p_query, k, o_d, D, BA, BT, BC)
         b_v = b_n.to(tl.float32)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None or not RELU:
             b_x, b_most, b_total = _far_and_near(
                 b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count,
-                T, R, begin, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, D,
-                BA, BT, BC,
+                T, R, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
                 b_s = _own_score(b_v, b_q, b_r, p_bias, k, R)
@@ -186,8 +189,8 @@ def attention_boundary_bwd_kernel(
         if p_dout is not None:
             b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
             b_g, b_dw, b_db = output_backward(
-                load_tile(p_dout, s_dout, o_row, o_d, m), b_x, b_mean,
-                load_stat(p_out_rstd, o_t, m_t), p_out_norm_weight, o_tile, m, D, OUT_RMS,
+                load_rows(p_dout + o_row * s_dout + o_d, m, BA, BT, BC), b_x, b_mean,
+                load_stat(p_out_rstd, o_t, m_t), p_out_norm_weight, o_d, m_c, m, D, OUT_RMS,
             )  # fmt: skip
             if p_sums is not None:
                 b_dweight += b_dw
@@ -196,8 +199,7 @@ def attention_boundary_bwd_kernel(
             b_g += b_dx.to(tl.float32)
         # Pulls and stores the rounded gradient, which is what other states read.
         b_g = rounded(b_g, p_grads.dtype.element_ty)
-        o_grad = o_row * s_grad + o_d
-        tl.store(p_g + o_grad, b_g, mask=m)
+        store_rows(p_g + o_row * s_grad + o_d, b_g, m, BA, BT, BC)
         b_g = b_g.to(tl.float32)
         b_most, b_total, b_delta = 0.0, 1.0, 0.0
         if not RELU:
@@ -206,7 +208,7 @@ def attention_boundary_bwd_kernel(
             b_delta = row_sum(b_g * b_x)
             store_stat(p_row + 2 * T, b_delta, o_t, m_t)
         if p_pulled is not None:
-            b_pulled = load_tile(p_pulled, s_pulled, o_row, o_d, m)
+            b_pulled = load_rows(p_pulled + o_row * s_pulled + o_d, m, BA, BT, BC)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
         b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
         L = pulls + PULLS_OWN
@@ -220,7 +222,7 @@ def attention_boundary_bwd_kernel(
         b_u, b_back = pull_rows(
             b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats,
             p_ds if p_ds is None else p_ds + PULLS_OWN, first_row, row_step, first_slot, slot_step,
-            pulls, k, 1, 1, L, 1, T, R, begin, s_grads, s_grad, RELU, D, BA, BT, BC, 1,
+            pulls, k, L, T, R, s_grads, s_grad, o_t, o_row, o_d, m_t, m, RELU, D, BA, BT, BC,
         )  # fmt: skip
         b_y = end_pull(b_u, b_back, b_v, b_r, D)
         if p_pulled is not None:
@@ -230,9 +232,9 @@ def attention_boundary_bwd_kernel(
             b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
         store_tile(p_dbranch, s_dbranch, o_row, o_d, m, b_y)
     if p_sums is not None:
-        p = p_sums + program * 2 * D + o_d
-        store_sum(p, b_dweight, m_d)
-        store_sum(p + D, b_dbias, m_d)
+        p = p_sums + program * 2 * D + o_c
+        store_sum(p, b_dweight, m_c)
+        store_sum(p + D, b_dbias, m_c)
 
 
 @launcher

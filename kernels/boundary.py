@@ -8,8 +8,7 @@
                dy from u, through the state's norm weight, normalisation and dropout
 
 Every row reads the norm weights of the near states, from the L1 cache, in the layout in which a
-thread has its 16 or 32 bytes of a row. ``o_tile`` has an offset for each
-element, ``o_d`` one for each channel. The near states but k, and the pulled rows and slots but row
+thread has its 16 or 32 bytes of a row. The near states but k, and the pulled rows and slots but row
 k's, are arithmetic progressions, as in every pattern of DLCL, and are passed as three numbers each.
 """
 
@@ -20,6 +19,8 @@ from .common import (
     RowTile,
     dropout,
     even_programs,
+    flat_rows,
+    load_rows,
     multiprocessors,
     norm_backward,
     normalise,
@@ -29,6 +30,7 @@ from .common import (
     rounded,
     row_channels,
     row_tile,
+    store_rows,
     store_sum,
 )
 from .launch import cdiv, launch, launcher, next_power_of_2
@@ -36,8 +38,8 @@ from .near_sum import (
     STAGES,
     add_dot,
     add_state,
+    load_again,
     load_stat,
-    load_tile,
     load_weight,
     mixed,
     near_sum,
@@ -74,25 +76,22 @@ def boundary_fwd_kernel(
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BT
-    o_t = begin + tl.arange(0, BT)  # (BT,)
-    o_d = row_channels(BA, BC)  # (BA, 1, BC)
-    m_t, m_d = o_t < T, o_d < D
-    o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
-    m = m_t[None, :, None] & m_d  # (BA, BT, BC), as every block below
-    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    o_t = begin + tl.arange(0, BT)
+    m_t, m_c = o_t < T, row_channels(BA, BC) < D
+    o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
     k = k.to(tl.int64)
     p_own = p_states + k * s_n
     # Loaded now, so that they arrive while the near states are summed.
     if p_branch is not None:
-        b_y = load_tile(p_branch, s_branch, o_row, o_d, m)
+        b_y = load_rows(p_branch + o_row * s_branch + o_d, m, BA, BT, BC)
         if p_residual is not None:
-            b_r = load_tile(p_residual, s_residual, o_row, o_d, m)
+            b_r = load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC)
     b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
     if p_partial is not None:
-        b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
+        b_x += load_rows(p_partial + o_row * s_partial + o_d, m, BA, BT, BC).to(tl.float32)
     b_x = near_sum(
         b_x, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
-        s_n, s_state, o_row, o_d, o_tile, m, D, VECTOR,
+        s_n, s_state, o_row, o_d, m, D, VECTOR,
     )  # fmt: skip
     if p_branch is not None:
         b_y = b_y.to(tl.float32)
@@ -101,23 +100,20 @@ def boundary_fwd_kernel(
         if p_residual is not None:
             b_y += b_r.to(tl.float32)
         if NORM_SOURCE:
-            b_y, _, b_rstd = normalise(b_y, m_d, D, source_eps, SOURCE_RMS)
+            b_y, _, b_rstd = normalise(b_y, m_c, D, source_eps, SOURCE_RMS)
             store_stat(p_source_rstd, b_rstd, o_t, m_t)
         # Mixes the rounded state, which is what later rows read.
         b_n = rounded(b_y, p_states.dtype.element_ty)
-        tl.store(p_own + o_row * s_state + o_d, b_n, mask=m)
+        store_rows(p_own + o_row * s_state + o_d, b_n, m, BA, BT, BC)
     elif READS_OWN:
-        b_n = load_tile(p_own, s_state, o_row, o_d, m)
+        b_n = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC)
     if READS_OWN:
-        b_x = add_state(
-            b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_tile, m, VECTOR
-        )
-    b_x = tl.where(m, b_x, 0.0)
+        b_x = add_state(b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_d, m, VECTOR)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
     if p_out is not None:
         store_output(
             b_x, p_out, p_out_norm_weight, p_out_norm_bias, p_out_mean, p_out_rstd, s_out,
-            o_t, o_row, o_d, o_tile, m_t, m_d, m, D, out_eps, OUT_RMS,
+            o_t, o_row, o_d, m_t, m_c, m, D, out_eps, OUT_RMS,
         )  # fmt: skip
 
 
@@ -125,9 +121,9 @@ def boundary_fwd_kernel(
 def _pull(
     b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
     k, first_row, row_step, first_slot, slot_step, pulls, R, begun, s_grads,
-    o_grad, o_d, o_tile, m_d, m,
+    o_grad, o_c, o_d, m_c, m,
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr,
-    D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """``u + sum_l W[l, k] g_l`` and ``dW[l, k] = <g_l, z_k>`` over the rows l of the block.
 
@@ -135,30 +131,30 @@ def _pull(
     sums of dW (NP, BT, BC // 8).
     """
     if PULLS_OWN:
-        b_u += load_weight(p_weight, k * R + k, D, o_tile, m, VECTOR) * b_g
+        b_u += load_weight(b_u, p_weight, k * R + k, D, o_d, m, VECTOR) * b_g
         if p_dots is not None:
-            b_dots = add_dot(b_dots, p_dots, 0, begun, b_g, b_z, o_d, m_d, D, VECTOR, BT, BC)
+            b_dots = add_dot(b_dots, p_dots, 0, begun, b_g, b_z, o_c, m_c, D, VECTOR, BT, BC)
     for i in tl.range(0, pulls, num_stages=STAGES):
         slot_l = (first_slot + i * slot_step).to(tl.int64)
-        b_gl = tl.load(p_grads + slot_l * s_grads + o_grad, mask=m, other=0.0).to(tl.float32)
+        b_gl = load_rows(p_grads + slot_l * s_grads + o_grad, m, BA, BT, BC).to(tl.float32)
         if i < pulls:
             pair = (first_row + i * row_step).to(tl.int64) * R + k
-            b_u += load_weight(p_weight, pair, D, o_tile, m, VECTOR) * b_gl
+            b_u += load_weight(b_u, p_weight, pair, D, o_d, m, VECTOR) * b_gl
             if p_dots is not None:
                 b_dots = add_dot(
-                    b_dots, p_dots, i + PULLS_OWN, begun, b_gl, b_z, o_d, m_d, D, VECTOR, BT, BC
+                    b_dots, p_dots, i + PULLS_OWN, begun, b_gl, b_z, o_c, m_c, D, VECTOR, BT, BC
                 )
     return b_u, b_dots
 
 
 @triton.jit
 def _state_backward(
-    b_u, b_n, b_rstd, p_norm_weight, k, o_tile, m,
+    b_u, b_n, b_rstd, p_norm_weight, k, o_d, m,
     NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dy from dz_k, through the state's norm_weight and normalisation."""
     if p_norm_weight is not None:
-        b_u *= tl.load(p_norm_weight + k * D + o_tile, mask=m, other=0.0)
+        b_u *= load_again(b_u, p_norm_weight + k * D + o_d, m)
     return norm_backward(b_u, b_n, b_rstd, D, SOURCE_RMS) if NORM_SOURCE else b_u
 
 
@@ -181,9 +177,8 @@ def boundary_bwd_kernel(
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, NP: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    o_d = row_channels(BA, BC)  # (BA, 1, BC)
-    m_d = o_d < D
-    o_tile = o_d + tl.zeros((BA, BT, BC), dtype=tl.int32)
+    o_c = row_channels(BA, BC)
+    m_c = o_c < D
     k = k.to(tl.int64)
     p_g = p_grads + grad_slot.to(tl.int64) * s_grads
     program = tl.program_id(0).to(tl.int64)
@@ -196,33 +191,32 @@ def boundary_bwd_kernel(
     b_dout_norm_weight = tl.zeros((BA, BT, BC), dtype=tl.float32)
     b_dout_norm_bias = tl.zeros((BA, BT, BC), dtype=tl.float32)
     for begin in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        o_t = begin + tl.arange(0, BT)  # (BT,)
+        o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
-        o_row = o_t.to(tl.int64)[None, :, None]  # (1, BT, 1)
-        m = m_t[None, :, None] & m_d
+        o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
         # Used last, but loaded now, so that they arrive while the near states are summed.
-        b_n = load_tile(p_states + k * s_n, s_state, o_row, o_d, m)
+        b_n = load_rows(p_states + k * s_n + o_row * s_state + o_d, m, BA, BT, BC)
         b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
         if p_dx is not None:
-            b_dx = load_tile(p_dx, s_dx, o_row, o_d, m)
+            b_dx = load_rows(p_dx + o_row * s_dx + o_d, m, BA, BT, BC)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None:
-            b_d = load_tile(p_dout, s_dout, o_row, o_d, m)
+            b_d = load_rows(p_dout + o_row * s_dout + o_d, m, BA, BT, BC)
             b_rstd = load_stat(p_out_rstd, o_t, m_t)
             b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
             b_x = tl.zeros((BA, BT, BC), dtype=tl.float32)
             if p_partial is not None:
-                b_x += load_tile(p_partial, s_partial, o_row, o_d, m).to(tl.float32)
+                b_x += load_rows(p_partial + o_row * s_partial + o_d, m, BA, BT, BC).to(tl.float32)
             b_x = near_sum(
                 b_x, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
-                s_n, s_state, o_row, o_d, o_tile, m, D, VECTOR,
+                s_n, s_state, o_row, o_d, m, D, VECTOR,
             )  # fmt: skip
             if READS_OWN:
                 b_x = add_state(
-                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_tile, m, VECTOR
+                    b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_d, m, VECTOR
                 )
             b_d, b_dw, b_db = output_backward(
-                b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_tile, m, D, OUT_RMS
+                b_d, b_x, b_mean, b_rstd, p_out_norm_weight, o_d, m_c, m, D, OUT_RMS
             )
             if p_sums is not None:
                 b_dout_norm_weight += b_dw
@@ -231,25 +225,25 @@ def boundary_bwd_kernel(
         if p_dx is not None:
             b_g += b_dx.to(tl.float32)
         # Computed again rather than kept, because until here every register is in use.
-        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_tile, m)
+        b_z = mixed(b_n, p_norm_weight, p_norm_bias, k, D, o_d, m)
         b_n = b_n.to(tl.float32)
         b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
         # Loaded here, because above its fp32 values would be too many for the registers.
         if p_pulled is not None:
-            b_u += load_tile(p_pulled, s_pulled, o_row, o_d, m)
+            b_u += load_rows(p_pulled + o_row * s_pulled + o_d, m, BA, BT, BC)
         o_grad = o_row * s_grad + o_d
-        tl.store(p_g + o_grad, rounded(b_g, p_grads.dtype.element_ty), mask=m)
+        store_rows(p_g + o_grad, b_g, m, BA, BT, BC)
         begun = begin >= tl.num_programs(0) * BT
         b_u, b_dots = _pull(
             b_u, b_dots, b_g, b_z, p_weight, p_grads, p_dots,
             k, first_row, row_step, first_slot, slot_step, pulls, R, begun, s_grads,
-            o_grad, o_d, o_tile, m_d, m, PULLS_OWN, VECTOR, D, BT, BC,
+            o_grad, o_c, o_d, m_c, m, PULLS_OWN, VECTOR, D, BA, BT, BC,
         )  # fmt: skip
         if p_sums is not None:
             b_dnorm_weight += b_u * b_n
             b_dnorm_bias += b_u
         b_y = _state_backward(
-            b_u, b_n, b_source_rstd, p_norm_weight, k, o_tile, m, NORM_SOURCE, SOURCE_RMS, D
+            b_u, b_n, b_source_rstd, p_norm_weight, k, o_d, m, NORM_SOURCE, SOURCE_RMS, D
         )
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
         if p_dbranch is not None and p_seed is not None:
@@ -260,11 +254,11 @@ def boundary_bwd_kernel(
         b_dot = tl.sum(tl.sum(b_dots, axis=2), axis=1)
         tl.store(p_dots + o_i, b_dot, mask=o_i < pulls + PULLS_OWN)
     if p_sums is not None:
-        p = p_sums + program * 4 * D + o_d
-        store_sum(p, b_dnorm_weight, m_d)
-        store_sum(p + D, b_dnorm_bias, m_d)
-        store_sum(p + 2 * D, b_dout_norm_weight, m_d)
-        store_sum(p + 3 * D, b_dout_norm_bias, m_d)
+        p = p_sums + program * 4 * D + o_c
+        store_sum(p, b_dnorm_weight, m_c)
+        store_sum(p + D, b_dnorm_bias, m_c)
+        store_sum(p + 2 * D, b_dout_norm_weight, m_c)
+        store_sum(p + 3 * D, b_dout_norm_bias, m_c)
 
 
 @launcher

@@ -226,6 +226,18 @@ def dot_weight(b_x, b_w, b_sum):
 
 
 @triton.jit
+def weight_dot(b_w, b_x, b_sum):
+    """``b_sum + b_w @ b_x`` for fp32 w, as `dot_weight`; x of other dtypes becomes fp32."""
+    if b_x.dtype == tl.bfloat16:
+        b_high, b_w = _split(b_w)
+        b_middle, b_w = _split(b_w)
+        b_sum = dot(rounded(b_w, tl.bfloat16), b_x, b_sum)
+        return dot(b_high, b_x, dot(b_middle, b_x, b_sum))
+    else:
+        return dot(b_w, b_x.to(tl.float32), b_sum)
+
+
+@triton.jit
 def dropout(
     b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     first=0,
@@ -280,8 +292,12 @@ def store_sum(p, b_x, m_d):
 
 @triton.jit
 def row_sum(b_x):
-    """(BA, BT, BC) summed over the channels: (1, BT, 1)."""
-    return tl.sum(tl.sum(b_x, axis=0), axis=1)[None, :, None]
+    """(BA, BT, BC) summed over the channels: (1, BT, 1).
+
+    First over BC, which ends with one number for each warp, whatever the layout: where warps share
+    BA, a sum over it would go through shared memory, with eight accesses to each bank at a time.
+    """
+    return tl.sum(tl.sum(b_x, axis=2), axis=0)[None, :, None]
 
 
 @triton.jit
