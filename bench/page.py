@@ -3,6 +3,7 @@
 A page has blocks between two comments, which `BLOCKS` fills in their order.
 """
 
+import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ class Numbers:
     """The results of the main machine, and those of others where they differ from them."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.rows = read(path_of(folder))
         self.others = {
             path.stem.removeprefix("results-"): read(path)
@@ -220,6 +222,30 @@ def captioned(section: str, text: Callable[[Numbers], str]) -> Block:
     return block
 
 
+def on_a_gpu(n: Numbers, _runs: list[dict]) -> str:
+    """Steps and launches of `make gpu`, from the files that it writes."""
+    return "\n".join(map(of_gpu, sorted(n.folder.glob("*.jsonl"))))
+
+
+def of_gpu(path: Path) -> str:
+    rows, machine = dict[tuple, dict](), {}
+    for line in filter(None, path.read_text("utf-8").splitlines()):
+        row = json.loads(line)
+        machine = row.get("machine", machine)
+        if row["key"][0] == "ratio" and "seconds" in row and "nbytes" not in row:
+            rows[tuple(row["key"][1:])] = row
+    first, lines = dict[str, float](), []
+    for (what, form), row in rows.items():
+        seconds, peak = row["seconds"], row.get("peak_bytes")
+        ratio = seconds / first.setdefault(what, seconds)
+        gib = f"{peak / 2**30:.1f}" if peak else ""
+        lines.append([what, form, f"{seconds * 1e3:.3g}", f"{ratio:.2f}", gib])
+    gpu, driver = machine["gpu"].split(", ")[:2]
+    about = f"{gpu}, driver {driver}, torch {machine['torch']}, {machine['date'][:10]}"
+    table = markdown(["", "form", "ms", "over the first form", "peak, GiB"], lines)
+    return f'{table}\n`make gpu STAGE="build ratio"`: {about}, {machine["commit"]}.\n'
+
+
 def learned_block(experiment: str) -> Block:
     return lambda _n, runs: learned_table(runs, experiment)
 
@@ -233,6 +259,7 @@ BLOCKS: dict[str, list[Block]] = {
         captioned("ops", ops),
         captioned("models", models),
         captioned("models", beams),
+        on_a_gpu,
         *map(learned_block, ("multi30k-depth", "phrases-depth", "language-model", "multi30k-tiny")),
     ],
     "README.md": [lambda n, _: step_sentence(n), lambda _, runs: learned_sentence(runs)],
