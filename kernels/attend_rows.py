@@ -14,6 +14,7 @@ all tokens share the other factor, else for a token with 16 rows and 16 states. 
 rows use FMA: a program has the 8 sums of a token in registers and reads each state once.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -279,26 +280,30 @@ def scores(a, rows, L, sources, K, RELU):
     """S of L rows and K states, (T, K, L) fp32."""
     _, T, D = a.states.shape
     table = a.query.new_empty(T, K, L)
-    sides = {"BT": 64, "BL": min(64, max(16, next_power_of_2(L))), "BD": 64, "num_warps": 4}
+    sides = {"BT": 64, "BL": min(64, max(16, next_power_of_2(L))), "BD": 64}
+    if a.states.dtype != torch.bfloat16:  # FMA, whose operands are in registers.
+        sides = {"BT": 32, "BL": 16, "BD": 32}
     if K > 0 and L > 0:
         call(
             attend_scores_kernel, (cdiv(T, sides["BT"]), K, cdiv(L, sides["BL"])),
             a.states, a.query, a.bias, a.source_rstd, table,
             T, a.query.shape[0], *sources, K, *rows, L, a.states.stride(0), a.states.stride(1),
-            RELU=RELU, D=D, **sides,
+            RELU=RELU, D=D, **sides, num_warps=4,
         )  # fmt: skip
     return table
 
 
-def sums(T, D, count):
+def sums(states, count):
     """The grid of a kernel with ``count`` sums of each token, and its options."""
+    _, T, D = states.shape
     BD = min(CHANNELS, max(16, next_power_of_2(D)))
-    return (T, cdiv(count, SUMS), cdiv(D, BD)), {"D": D, "BD": BD, "num_warps": max(1, BD // 256)}
+    num_warps = max(1, BD * states.element_size() // 512)
+    return (T, cdiv(count, SUMS), cdiv(D, BD)), {"D": D, "BD": BD, "num_warps": num_warps}
 
 
 @launcher
 def attend_rows(a):
-    _, T, D = a.states.shape
+    T = a.states.shape[1]
     strides = a.states.stride(0), a.states.stride(1), a.out.stride(0), a.out.stride(1)
     for L, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
@@ -312,7 +317,7 @@ def attend_rows(a):
                     attend_softmax_kernel, (cdiv(T * L, BR),), weights, a.out_stats, kept,
                     T, K, L, *place, BR=BR, BK=BK, num_warps=4,
                 )  # fmt: skip
-            grid, options = sums(T, D, L)
+            grid, options = sums(a.states, L)
             call(
                 attend_values_kernel, grid, a.states, weights, kept, a.out, K, L, *k, *place,
                 *strides, ACCUMULATE=accumulate, BL=SUMS, **options,
@@ -333,9 +338,9 @@ def attend_pull(a):
                 attend_slopes_kernel, (T,),
                 a.grads, a.states, a.bias, table, a.stats, weights, ds, back,
                 T, a.query.shape[0], *slots, *row, L, *k, K, *of_grads, *of_states,
-                RELU=a.kind == "relu", D=D, BD=64, num_warps=1,
+                RELU=a.kind == "relu", D=D, BD=128 // a.states.element_size(), num_warps=1,
             )  # fmt: skip
-            grid, options = sums(T, D, K)
+            grid, options = sums(a.states, K)
             call(
                 attend_pull_kernel, grid,
                 a.grads, a.states, a.query, a.source_rstd, weights, ds, back, a.out,
