@@ -254,7 +254,6 @@ BLOCKS: dict[str, list[Block]] = {
     "docs/results.md": [
         captioned("depth", lambda n: over_depth(n, "x")),
         captioned("depth", lambda n: over_depth(n, "GiB")),
-        captioned("memory", memory),
         captioned("mixing", mixed),
         captioned("ops", ops),
         captioned("models", models),
@@ -264,7 +263,6 @@ BLOCKS: dict[str, list[Block]] = {
     ],
     "README.md": [lambda n, _: step_sentence(n), lambda _, runs: learned_sentence(runs)],
     "docs/memory.md": [captioned("memory", memory)],
-    "docs/attach.md": [captioned("models", models)],
 }
 """Page -> what fills its blocks, in their order."""
 
