@@ -67,13 +67,13 @@ def compared(
         copy = next((r for r in rows if (r.what, r.depth) == (COPY, row.depth)), None)
         name = sizes, COMMAND + section, row.what, row.variant, row.depth
         if row.seconds and beside.seconds and row is not beside:
-            yield result(ratios(row, beside), "x", *name)
+            yield result(ratios(row.seconds, beside.seconds), "x", *name)
         if row.peak_bytes and peak == "GiB":
             yield result([row.peak_bytes / GIB], peak, *name)
         elif row.peak_bytes and beside.peak_bytes and row is not beside:
             yield result([row.peak_bytes / beside.peak_bytes], peak, *name)
         if copy is not None and row.nbytes and copy.nbytes and row.seconds:
-            share = [r * row.nbytes / copy.nbytes for r in ratios(copy, row)]
+            share = [r * row.nbytes / copy.nbytes for r in ratios(copy.seconds, row.seconds)]
             yield result(share, page.OF_A_COPY, *name)
 
 

@@ -11,10 +11,11 @@ from bench.gpu import workload
 from bench.gpu.rows import BF16, Item, Rows
 from deepfast import backend, nn, ops
 from deepfast.cases import sizes
-from deepfast.cases.case import Case, torch_dropout, tuple_of
+from deepfast.cases.case import Case, torch_dropout
 from deepfast.clock import on_cpu
 from deepfast.depth.schedule import depth_pattern
 from deepfast.measure import forms
+from deepfast.measure.bench_ops import pass_of
 from deepfast.measure.traffic import engine_moved
 
 IN_SENTENCES = ("attention", "linear_cross_entropy", "peephole_lstm")
@@ -97,17 +98,8 @@ def of_case(rows: Rows, what: str, case: Case) -> Iterator[Item]:
         variants[name] = partial(partial, case.run, backend=by), own
 
     def measure(load: Callable, leaves: Callable, backward: bool) -> dict:
-        form, operands = load(), leaves()
-
-        def run():
-            with torch.set_grad_enabled(backward):
-                outputs = tuple_of(form(**operands))
-            if backward:
-                ones = list(map(torch.ones_like, outputs))
-                return torch.autograd.grad(outputs, list(operands.values()), ones)
-            return outputs
-
-        return rows.timed(run, sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward]))
+        nbytes = sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward])
+        return rows.timed(pass_of(load(), leaves(), backward), nbytes)
 
     passes = (("forward", False), ("forward and backward", True))
     for which, backward in rows.size(passes, passes[1:]):
