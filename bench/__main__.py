@@ -25,13 +25,12 @@ from bench.results import FOLDER, Result, path_of, read, result, write
 from deepfast.measure.bench_ops import CASES, Sizes
 from deepfast.measure.bench_ops import measure as measure_op
 from deepfast.measure.clock import COPY, Row, keep_memory, ratios
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, RESIDUAL, STACK
-from deepfast.measure.forms import COMPILED, PER_ROW
+from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
 from deepfast.measure.jobs import Turns, run_jobs
-from deepfast.measure.memory_steps import policies
+from deepfast.measure.memory_steps import PLAIN_FORMS, policies
 from deepfast.measure.mixing import mixing
 from deepfast.measure.settings import QUICK, Settings
-from deepfast.measure.steps import steps
+from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, steps
 from deepfast.memory import POLICIES, plan
 
 GIB, COMMAND = 1 << 30, "python -m bench "

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepfast.measure.encoders import STACK
+from deepfast.measure.forms import STACK
 from deepfast.measure.pictures import BLUE, COLORS, GREEN, GREY, picture
 
 RED = COLORS[STACK]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench import figures, learned
 from bench.results import FOLDER, Result, path_of, read
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, RESIDUAL, STACK
-from deepfast.measure.forms import COMPILED, PER_ROW
+from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
+from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW
 from deepfast.memory import POLICIES
 from deepfast.mt.sweep.table import differences, interval, known, spread
 

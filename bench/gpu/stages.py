@@ -118,20 +118,19 @@ def connections(rows: Rows) -> Iterator[Item]:
         leaves = [y, *module.to(rows.device).parameters()]
 
         def run():
-            x = forms.mixing_alone(form, module, y, None)
+            x = forms.mixing_alone(form, module, y)
             return torch.autograd.grad(x, leaves, grad)
 
         return rows.timed(run, nbytes)
 
-    dense = {"DenseFormer form": forms.DenseFormerForm}
-    for kind, plain in (
-        (nn.DLCL, {"stack and sum": forms.StackAndSum} | dense),
-        (nn.AttentionResiduals, {"stack and sum": forms.StackedAttention}),
+    for kind, plain, names in (
+        (nn.DLCL, forms.FORMS, (forms.STACK, forms.DENSEFORMER)),
+        (nn.AttentionResiduals, forms.ATTENTION_FORMS, (forms.STACK,)),
     ):
         what = f"{kind.__name__}, {layers} layers that do nothing, T={T}, D={D}"
-        for name, form in plain.items():
+        for name in names:
             # On a GPU torch's norms take parameters only in the dtype of their input.
-            yield what, name, partial(measure, form, kind(layers, D).to(BF16))
+            yield what, name, partial(measure, plain[name], kind(layers, D).to(BF16))
         for name, by in ours(rows, kind.pass_kind.op).items():
             module = kind(layers, D, backend=by)
             yield what, name, partial(measure, forms.Deepfast, module, states * y.nbytes)

@@ -1,7 +1,7 @@
 """The connection of a whole stack alone, whose layers only copy: deepfast beside plain forms."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -9,9 +9,18 @@ from torch import Tensor
 
 from deepfast.connections import BLOCKS
 from deepfast.depth.schedule import block_pattern, depth_pattern
-from deepfast.measure import forms
 from deepfast.measure.clock import COPY, Row, copy_variant
-from deepfast.measure.forms import ATTENTION_FORMS, COMPILED, PER_ROW, STACK, mixing_alone
+from deepfast.measure.forms import (
+    ATTENTION_FORMS,
+    COMPILED,
+    DENSEFORMER,
+    FORMS,
+    LOOP,
+    PER_ROW,
+    STACK,
+    copying_layer,
+    mixing_alone,
+)
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import engine_moved
@@ -23,7 +32,7 @@ FORWARD = ", forward alone"
 class Connection(NamedTuple):
     """A connection and its forms."""
 
-    make: Callable[[int, int], forms.Connection]
+    make: Callable[[int, int], DLCL | AttentionResiduals]
     """The module, from L and D."""
     forms: dict[str, Callable]
     stacks: int
@@ -35,21 +44,14 @@ def _size(layers: int) -> int:
     return -(-layers // BLOCKS)
 
 
-def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
-    return AttentionResiduals(layers, dim, block=_size(layers))
-
-
-DLCL_FORMS: dict[str, Callable] = {
-    STACK: forms.StackAndSum,
-    "DenseFormer form": forms.DenseFormerForm,
-    PER_ROW: forms.FusedPerLayer,
-    "deepfast": forms.Deepfast,
-}
+DLCL_FORMS = {form: FORMS[form] for form in (STACK, DENSEFORMER, PER_ROW, "deepfast")}
 BLOCKED = "attention residuals in blocks"
 CONNECTIONS = {
     "DLCL": Connection(DLCL, DLCL_FORMS, 1),
     "attention residuals": Connection(AttentionResiduals, ATTENTION_FORMS, 2),
-    BLOCKED: Connection(_in_blocks, ATTENTION_FORMS, 2),
+    BLOCKED: Connection(
+        lambda layers, dim: AttentionResiduals(layers, dim, block=_size(layers)), ATTENTION_FORMS, 2
+    ),
 }
 """In the order of the table."""
 
@@ -67,8 +69,7 @@ def mixing(settings: Settings) -> list[Turns]:
                 names.append(COMPILED)
             rows += [_row(settings, depth, name, end, form) for end in passes for form in names]
         make = partial(MixingCase, settings, depth, rows[0])
-        label = f"{depth} layers"
-        found.append(Turns("mixing alone", label, rows, make, settings.rounds, settings.clock))
+        found.append(Turns("mixing alone", rows, make, settings.rounds, settings.clock))
     return found
 
 
@@ -93,7 +94,7 @@ class MixingCase:
     """Every connection at one depth, on the same input."""
 
     def __init__(self, settings: Settings, depth: int, copy_row: Row):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(1)
         size = settings.mixing_tokens, settings.mixing_dim
         self.modules = {name: c.make(depth, size[1]) for name, c in CONNECTIONS.items()}
         # Away from 0, where every weight of a row is the same for all tokens.
@@ -104,7 +105,6 @@ class MixingCase:
                         parameter.normal_(std=0.1 * parameter.shape[-1] ** -0.5)
         self.y, self.grad = torch.randn(size, requires_grad=True), torch.randn(size)
         self.copy, copy_row.nbytes = copy_variant()
-        self.graphs: dict[bool, Callable] = {}
 
     def run(self, row: Row) -> None:
         """One run of a form, or of the copy."""
@@ -119,24 +119,18 @@ class MixingCase:
 
     def mixed(self, name: str, form: str) -> Tensor:
         """The stack's output; with autograd also the gradients."""
-        run = self.graph if form == COMPILED else partial(self.forward, name, form)
-        x = run()
+        x = self.graph() if form == COMPILED else self.forward(name, form)
         if torch.is_grad_enabled():
             x.backward(self.grad)
         return x
 
     def forward(self, name: str, form: str) -> Tensor:
-        kind = forms.LoopOfAdds if form == COMPILED else CONNECTIONS[name].forms[form]
-        return mixing_alone(kind, self.modules[name], self.y, None, forms.copying_layer)
+        kind = CONNECTIONS[name].forms.get(form, FORMS[LOOP])
+        return mixing_alone(kind, self.modules[name], self.y, copying_layer)
 
-    def graph(self) -> Tensor:
-        """A whole DLCL stack with loops of adds under `torch.compile`, with autograd or without."""
-        learns = torch.is_grad_enabled()
-        if learns not in self.graphs:
-            forms.allow_variants()
-
-            def whole() -> Tensor:
-                return self.forward("DLCL", COMPILED)
-
-            self.graphs[learns] = torch.compile(whole, fullgraph=True, dynamic=False)
-        return self.graphs[learns]()
+    @cached_property
+    def graph(self) -> Callable[[], Tensor]:
+        """A whole DLCL stack with loops of adds under `torch.compile`."""
+        # A variant for each depth, with autograd and without.
+        torch._dynamo.config.recompile_limit = 256
+        return torch.compile(lambda: self.forward("DLCL", COMPILED), fullgraph=True, dynamic=False)

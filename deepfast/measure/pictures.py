@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepfast.files import require, write_atomically
-from deepfast.measure.encoders import RESIDUAL
-from deepfast.measure.forms import COMPILED
+from deepfast.measure.forms import COMPILED, DENSEFORMER, LOOP, RESIDUAL, STACK
 
 # Most are of Okabe and Ito, and colour-blind readers can tell them apart. The contrast of each is
 # at least 3 on a white page and on a dark one.
@@ -21,9 +20,9 @@ GREEN, BLUE, GREY = "#118a63", "#1a7fc0", "#7a7a7a"
 COLORS = {
     RESIDUAL: GREY,
     "deepfast": GREEN,
-    "stack and sum": "#d55e00",
-    "DenseFormer form": "#b8548f",
-    "loop of adds": "#b8860b",
+    STACK: "#d55e00",
+    DENSEFORMER: "#b8548f",
+    LOOP: "#b8860b",
     COMPILED: BLUE,
 }
 INK, GRID = "#555555", "#e4e4e4"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepfast.measure.encoders import RESIDUAL, STACK
+from deepfast.measure.forms import RESIDUAL, STACK
 from deepfast.measure.mixing import CONNECTIONS
 from deepfast.measure.pictures import (
     BLUE,

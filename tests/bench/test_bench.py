@@ -13,10 +13,10 @@ from bench import __main__ as bench
 from bench import learned, page
 from bench.results import path_of, read, result, write
 from deepfast.measure.clock import Row
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, STACK, StepCase
-from deepfast.measure.forms import COMPILED, PER_ROW
-from deepfast.measure.memory_steps import PolicyCase
+from deepfast.measure.forms import COMPILED, PER_ROW, STACK
+from deepfast.measure.memory_steps import PLAIN_FORMS, PolicyCase
 from deepfast.measure.mixing import CONNECTIONS, MixingCase
+from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, StepCase
 from deepfast.memory import POLICIES
 
 # ---- the engine ----------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import pytest
 from deepfast.cli import main
 from deepfast.measure import page, report, report_pictures
 from deepfast.measure.clock import COPY
-from deepfast.measure.encoders import REFERENCE, STACK, VARIANTS
+from deepfast.measure.forms import STACK
 from deepfast.measure.jobs import run_jobs
 from deepfast.measure.mixing import CONNECTIONS
+from deepfast.measure.steps import VARIANTS
 from deepfast.memory import POLICIES
 
 
@@ -45,7 +46,7 @@ def test_every_variant_is_measured(made):
     # Where a form does not fit is predicted: never below the measurement.
     for row in (*found["steps"], *found["mixing"]):
         assert row["predicted_bytes"] is None or row["peak_bytes"] <= row["predicted_bytes"]
-        if row in found["steps"] and row["variant"] == REFERENCE:
+        if row in found["steps"] and row["variant"] == STACK:
             assert row["predicted_bytes"] <= 1.5 * row["peak_bytes"]
     copied = {row["variant"]: row["fraction_of_copy"] for row in found["mixing"]}
     assert copied[COPY] == 1
@@ -139,7 +140,7 @@ def test_the_whole_command_with_training(tmp_path):
 
 
 def test_a_main_result_is_of_the_greatest_depth_where_both_ran():
-    times = {(6, REFERENCE): 4.0, (6, "deepfast"): 2.0, (9, "deepfast"): 3.0, (9, REFERENCE): None}
+    times = {(6, STACK): 4.0, (6, "deepfast"): 2.0, (9, "deepfast"): 3.0, (9, STACK): None}
     rows = [
         {"what": "", "depth": depth, "variant": variant, "median_seconds": time, "peak_bytes": 1}
         for (depth, variant), time in times.items()
