@@ -101,7 +101,7 @@ def test_another_machine_is_shown_where_it_differs_by_more_than_the_noise(tmp_pa
     write([number([1.0, 1.2, 1.1], v) for v in ("deepfast", "plain residual")], path_of(tmp_path))
     other = [number([1.15, 1.3], "deepfast"), number([1.25, 1.3, 1.4], "plain residual")]
     write(other, path_of(tmp_path, "AVX2"))
-    text = page.over_depth(page.Numbers(tmp_path), "x")
+    text = page.depths(page.Numbers(tmp_path), "x")
     assert "| deepfast: DLCL | 1.10 |" in text
     assert "| plain residual | 1.10; AVX2 1.30 |" in text
 

@@ -68,7 +68,7 @@ def test_every_picture_of_the_page(made):
         "mixing-time": (*CONNECTIONS, "Time, ms"),
         "mixing-memory": (*CONNECTIONS, "Peak memory, MiB"),
         "policies": (*POLICIES, "Peak memory of a step, MiB"),
-        "predicted": ("deepfast, none", "deepfast, layer+input", "200", "budget 24.0 GiB"),
+        "predicted": (*POLICIES, "200", "budget 24.0 GiB"),
     }.items():
         svg = drawn.pop(name)
         assert {*texts} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", svg)}, name
