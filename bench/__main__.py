@@ -24,7 +24,7 @@ from bench import learned, page
 from bench.results import FOLDER, Result, path_of, read, result, write
 from deepfast.measure.bench_ops import CASES, Sizes
 from deepfast.measure.bench_ops import measure as measure_op
-from deepfast.measure.clock import COPY, Row, keep_memory, ratios
+from deepfast.measure.clock import COPY, keep_memory, ratios
 from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
 from deepfast.measure.jobs import Turns, run_jobs
 from deepfast.measure.memory_steps import PLAIN_FORMS, policies
@@ -46,18 +46,13 @@ MANY_LAYERS = 100
 """Layers where recompute policies are measured."""
 
 
-def measured(groups: list[Turns]) -> list[Row]:
-    """The rows of all groups, filled."""
-    run_jobs([job for group in groups for job in group.jobs()], {})
-    return [row for group in groups for row in group.rows]
-
-
 def compared(
     section: str, groups: list[Turns], base: str, sizes: str, peak: str = "GiB"
 ) -> Iterator[Result]:
     """The time of each row over that of the variant ``base`` of the same case, its peak, in GiB or
     over that of the base, and the share of a copy's bandwidth where its bytes are known."""
-    rows = measured(groups)
+    run_jobs([job for group in groups for job in group.jobs()], {})
+    rows = [row for group in groups for row in group.rows]
     for row in rows:
         if row.what == COPY:
             continue

@@ -13,7 +13,6 @@ from deepfast import backend, nn, ops
 from deepfast.cases import sizes
 from deepfast.cases.case import Case, torch_dropout
 from deepfast.clock import on_cpu
-from deepfast.depth.schedule import depth_pattern
 from deepfast.measure import forms
 from deepfast.measure.bench_ops import pass_of
 from deepfast.measure.traffic import engine_moved
@@ -112,7 +111,6 @@ def connections(rows: Rows) -> Iterator[Item]:
     layers, T, D = rows.size((48, 8192, 512), (5, 8, 16))
     y = torch.randn(T, D, device=rows.device).to(BF16).requires_grad_()
     grad = torch.randn(T, D, device=rows.device).to(BF16)
-    states = engine_moved(depth_pattern(layers + 1, None, 1, 1), device_type=rows.device)
 
     def measure(form: Callable, module: torch.nn.Module, nbytes: int = 0) -> dict:
         leaves = [y, *module.to(rows.device).parameters()]
@@ -133,4 +131,5 @@ def connections(rows: Rows) -> Iterator[Item]:
             yield what, name, partial(measure, plain[name], kind(layers, D).to(BF16))
         for name, by in ours(rows, kind.pass_kind.op).items():
             module = kind(layers, D, backend=by)
-            yield what, name, partial(measure, forms.Deepfast, module, states * y.nbytes)
+            states = engine_moved(module.pattern, module.continues, device_type=rows.device)
+            yield what, name, partial(measure, forms.deepfast, module, states * y.nbytes)

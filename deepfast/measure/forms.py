@@ -28,14 +28,9 @@ Connection = DLCL | AttentionResiduals
 States = list[Tensor]
 
 
-class Deepfast:
+def deepfast(module: Connection) -> Callable[[Tensor], Tensor]:
     """This package."""
-
-    def __init__(self, module: Connection):
-        self.module, self.history = module, DepthHistory()
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.module(y, self.history)
+    return partial(module, history=DepthHistory())
 
 
 def loop_of_adds(states: States, weights: Tensor | Sequence[Tensor]) -> Tensor:
@@ -130,7 +125,7 @@ FORMS: dict[str, Callable[[DLCL], Callable]] = {
     # One fused pass per layer over all layers below it: fewest launches, quadratic reads.
     PER_ROW: partial(DLCLForm, ops.depth_mix),
     COMPILED: lambda dlcl: DLCLForm(_compiled_loop(), dlcl),
-    "deepfast": Deepfast,
+    "deepfast": deepfast,
 }
 """The forms of DLCL."""
 
@@ -138,25 +133,26 @@ FORMS: dict[str, Callable[[DLCL], Callable]] = {
 # ---- attention residuals -------------------------------------------------------------------------
 
 
-class AttentionForm:
+def attention_form(
+    attend: Callable[[States, Callable, Tensor], Tensor], residuals: AttentionResiduals
+) -> Callable[[Tensor], Tensor]:
     """A form of attention residuals.
 
     attend: from the sources, their RMSNorm and a query (D,) to the sum of the sources.
     """
+    values: States = []
+    rows = zip(residuals.continues, residuals.query, strict=True)
+    norm = partial(F.rms_norm, normalized_shape=(residuals.dim,), eps=residuals.eps)
 
-    def __init__(self, attend: Callable[[States, Callable, Tensor], Tensor], residuals):
-        self.attend, self.residuals = attend, residuals
-        self.values: States = []
-        self.row = 0
-
-    def __call__(self, v: Tensor) -> Tensor:
-        if self.residuals.continues[self.row]:
-            self.values[-1] = self.values[-1] + v
+    def connect(v: Tensor) -> Tensor:
+        continues, query = next(rows)
+        if continues:
+            values[-1] = values[-1] + v
         else:
-            self.values.append(v)
-        self.row += 1
-        norm = partial(F.rms_norm, normalized_shape=v.shape[-1:], eps=self.residuals.eps)
-        return self.attend(self.values, norm, self.residuals.query[self.row - 1])
+            values.append(v)
+        return attend(values, norm, query)
+
+    return connect
 
 
 def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
@@ -167,10 +163,10 @@ def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
 
 
 ATTENTION_FORMS: dict[str, Callable[[AttentionResiduals], Callable]] = {
-    STACK: partial(AttentionForm, stacked_attention),
+    STACK: partial(attention_form, stacked_attention),
     # One fused pass per row over all sources.
-    PER_ROW: partial(AttentionForm, lambda v, _norm, query: ops.attention_residual(query, v)),
-    "deepfast": Deepfast,
+    PER_ROW: partial(attention_form, lambda v, _norm, query: ops.attention_residual(query, v)),
+    "deepfast": deepfast,
 }
 """The forms of attention residuals that are compared, deepfast last."""
 

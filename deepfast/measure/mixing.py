@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepfast.connections import BLOCKS
-from deepfast.depth.schedule import block_pattern, depth_pattern
 from deepfast.measure.clock import COPY, Row, copy_variant
 from deepfast.measure.forms import (
     ATTENTION_FORMS,
@@ -29,31 +27,19 @@ from deepfast.nn import DLCL, AttentionResiduals
 FORWARD = ", forward alone"
 
 
-class Connection(NamedTuple):
-    """A connection and its forms."""
-
-    make: Callable[[int, int], DLCL | AttentionResiduals]
-    """The module, from L and D."""
-    forms: dict[str, Callable]
-    stacks: int
-    """How many copies of every stack the form with stacks keeps."""
-
-
-def _size(layers: int) -> int:
-    """Layers in a block."""
-    return -(-layers // BLOCKS)
-
-
-DLCL_FORMS = {form: FORMS[form] for form in (STACK, DENSEFORMER, PER_ROW, "deepfast")}
 BLOCKED = "attention residuals in blocks"
-CONNECTIONS = {
-    "DLCL": Connection(DLCL, DLCL_FORMS, 1),
-    "attention residuals": Connection(AttentionResiduals, ATTENTION_FORMS, 2),
-    BLOCKED: Connection(
-        lambda layers, dim: AttentionResiduals(layers, dim, block=_size(layers)), ATTENTION_FORMS, 2
-    ),
+CONNECTIONS: dict[str, dict[str, Callable]] = {
+    "DLCL": {form: FORMS[form] for form in (STACK, DENSEFORMER, PER_ROW, "deepfast")},
+    "attention residuals": ATTENTION_FORMS,
+    BLOCKED: ATTENTION_FORMS,
 }
-"""In the order of the table."""
+"""Connection -> its forms, in the order of the table."""
+
+
+def module_of(name: str, layers: int, dim: int) -> DLCL | AttentionResiduals:
+    if name == "DLCL":
+        return DLCL(layers, dim)
+    return AttentionResiduals(layers, dim, block=-(-layers // BLOCKS) if name == BLOCKED else None)
 
 
 def mixing(settings: Settings) -> list[Turns]:
@@ -63,8 +49,8 @@ def mixing(settings: Settings) -> list[Turns]:
     passes = ("", FORWARD) if settings.mixing_forward else ("",)
     for depth in settings.mixing_depths:
         rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=settings.mixing_tokens)]
-        for name, connection in CONNECTIONS.items():
-            names = list(connection.forms)
+        for name, forms in CONNECTIONS.items():
+            names = list(forms)
             if name == "DLCL" and depth <= settings.compile_up_to:
                 names.append(COMPILED)
             rows += [_row(settings, depth, name, end, form) for end in passes for form in names]
@@ -77,16 +63,15 @@ def _row(settings: Settings, depth: int, name: str, end: str, form: str) -> Row:
     state = 4 * settings.mixing_tokens * settings.mixing_dim
     row = Row(variant=form, what=name + end, depth=depth, tokens=settings.mixing_tokens,
               counted=form != COMPILED)  # fmt: skip
-    pattern, running = depth_pattern(depth + 1, None, 1, 1), None
-    if name == BLOCKED:
-        pattern, running = block_pattern(depth + 1, _size(depth))
+    module = module_of(name, depth, settings.mixing_dim)
     if form == "deepfast" and not end:
         # Each layer reads its input and writes its output, in both directions.
-        row.nbytes = state * (engine_moved(pattern, running) + 4 * depth)
+        row.nbytes = state * (engine_moved(module.pattern, module.continues) + 4 * depth)
     if form == STACK:
-        # Every stack, and the states, gradients and products of the last rows.
-        reads = sum(map(len, pattern))
-        row.predicted_bytes = state * CONNECTIONS[name].stacks * (reads + 5 * (depth + 1))
+        # Every stack, of attention two copies, and the states, gradients and products of the last
+        # rows.
+        stacks = 1 if name == "DLCL" else 2
+        row.predicted_bytes = state * stacks * (sum(map(len, module.pattern)) + 5 * module.rows)
     return row
 
 
@@ -96,7 +81,7 @@ class MixingCase:
     def __init__(self, settings: Settings, depth: int, copy_row: Row):
         torch.manual_seed(1)
         size = settings.mixing_tokens, settings.mixing_dim
-        self.modules = {name: c.make(depth, size[1]) for name, c in CONNECTIONS.items()}
+        self.modules = {name: module_of(name, depth, size[1]) for name in CONNECTIONS}
         # Away from 0, where every weight of a row is the same for all tokens.
         with torch.no_grad():
             for module in self.modules.values():
@@ -125,7 +110,7 @@ class MixingCase:
         return x
 
     def forward(self, name: str, form: str) -> Tensor:
-        kind = CONNECTIONS[name].forms.get(form, FORMS[LOOP])
+        kind = CONNECTIONS[name].get(form, FORMS[LOOP])
         return mixing_alone(kind, self.modules[name], self.y, copying_layer)
 
     @cached_property

@@ -24,15 +24,11 @@ def show(value: Any, form: str) -> str:
     if value is None:
         return "–"
     if form == "seconds":
-        return seconds(value)
+        # Three digits.
+        if value < 0.9995:
+            return f"{value * 1e3:.3g} ms"
+        return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
     return format_bytes(value) if form == "bytes" else form.format(value)
-
-
-def seconds(value: float) -> str:
-    """Three digits, with the unit."""
-    if value < 0.9995:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
 # ---- the main results ----------------------------------------------------------------------------

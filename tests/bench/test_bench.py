@@ -43,7 +43,7 @@ def test_the_forms_of_a_connection_compute_the_same(name):
     module = case.modules[name].double()
     case.y, case.grad = case.y.detach().double().requires_grad_(), case.grad.double()
     found = {}
-    for form in CONNECTIONS[name].forms:
+    for form in CONNECTIONS[name]:
         x = case.mixed(name, form)
         found[form] = [x, case.y.grad, *(p.grad for p in module.parameters())]
         case.y.grad = None
