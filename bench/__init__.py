@@ -1,1 +1,1 @@
-"""Benchmarks, one file for each op and each model; run from a clone, never installed."""
+"""Measured numbers; run from a clone, never installed."""

@@ -24,14 +24,13 @@ from bench import learned, page
 from bench.results import FOLDER, Result, path_of, read, result, write
 from deepfast.measure.bench_ops import CASES, Sizes
 from deepfast.measure.bench_ops import measure as measure_op
-from deepfast.measure.clock import COPY, Row, keep_memory, ratios
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, RESIDUAL, STACK
-from deepfast.measure.forms import COMPILED, PER_ROW
+from deepfast.measure.clock import COPY, keep_memory, ratios
+from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
 from deepfast.measure.jobs import Turns, run_jobs
-from deepfast.measure.memory_steps import policies
+from deepfast.measure.memory_steps import PLAIN_FORMS, policies
 from deepfast.measure.mixing import mixing
 from deepfast.measure.settings import QUICK, Settings
-from deepfast.measure.steps import steps
+from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, steps
 from deepfast.memory import POLICIES, plan
 
 GIB, COMMAND = 1 << 30, "python -m bench "
@@ -47,18 +46,13 @@ MANY_LAYERS = 100
 """Layers where recompute policies are measured."""
 
 
-def measured(groups: list[Turns]) -> list[Row]:
-    """The rows of all groups, filled."""
-    run_jobs([job for group in groups for job in group.jobs()], {})
-    return [row for group in groups for row in group.rows]
-
-
 def compared(
     section: str, groups: list[Turns], base: str, sizes: str, peak: str = "GiB"
 ) -> Iterator[Result]:
     """The time of each row over that of the variant ``base`` of the same case, its peak, in GiB or
     over that of the base, and the share of a copy's bandwidth where its bytes are known."""
-    rows = measured(groups)
+    run_jobs([job for group in groups for job in group.jobs()], {})
+    rows = [row for group in groups for row in group.rows]
     for row in rows:
         if row.what == COPY:
             continue
@@ -67,13 +61,13 @@ def compared(
         copy = next((r for r in rows if (r.what, r.depth) == (COPY, row.depth)), None)
         name = sizes, COMMAND + section, row.what, row.variant, row.depth
         if row.seconds and beside.seconds and row is not beside:
-            yield result(ratios(row, beside), "x", *name)
+            yield result(ratios(row.seconds, beside.seconds), "x", *name)
         if row.peak_bytes and peak == "GiB":
             yield result([row.peak_bytes / GIB], peak, *name)
         elif row.peak_bytes and beside.peak_bytes and row is not beside:
             yield result([row.peak_bytes / beside.peak_bytes], peak, *name)
         if copy is not None and row.nbytes and copy.nbytes and row.seconds:
-            share = [r * row.nbytes / copy.nbytes for r in ratios(copy, row)]
+            share = [r * row.nbytes / copy.nbytes for r in ratios(copy.seconds, row.seconds)]
             yield result(share, page.OF_A_COPY, *name)
 
 

@@ -100,7 +100,7 @@ def models(settings: Settings, names: Iterable[str] = tuple(MODELS)) -> list[Tur
         variants = CONNECTED | (DLCL_FORMS if name == "torch's encoder" else {})
         rows = [Row(variant=variant, what=name, depth=LAYERS) for variant in variants]
         make = partial(ModelCase, name, settings.batch, variants)
-        found.append(Turns("models", name, rows, make, settings.rounds, settings.clock))
+        found.append(Turns("models", rows, make, settings.rounds, settings.clock))
     return found
 
 
@@ -168,5 +168,5 @@ def beam(settings: Settings, depths=((6, 6), (30, 6), (12, 1))) -> list[Turns]:
             for v in ("transformers", "deepfast")
         ]
         make = partial(BeamCase, encoder, decoder, settings.batch)
-        found.append(Turns("beam search", "", rows, make, settings.rounds, settings.clock))
+        found.append(Turns("beam search", rows, make, settings.rounds, settings.clock))
     return found

@@ -11,10 +11,10 @@ from bench.gpu import workload
 from bench.gpu.rows import BF16, Item, Rows
 from deepfast import backend, nn, ops
 from deepfast.cases import sizes
-from deepfast.cases.case import Case, torch_dropout, tuple_of
+from deepfast.cases.case import Case, torch_dropout
 from deepfast.clock import on_cpu
-from deepfast.depth.schedule import depth_pattern
 from deepfast.measure import forms
+from deepfast.measure.bench_ops import pass_of
 from deepfast.measure.traffic import engine_moved
 
 IN_SENTENCES = ("attention", "linear_cross_entropy", "peephole_lstm")
@@ -97,17 +97,8 @@ def of_case(rows: Rows, what: str, case: Case) -> Iterator[Item]:
         variants[name] = partial(partial, case.run, backend=by), own
 
     def measure(load: Callable, leaves: Callable, backward: bool) -> dict:
-        form, operands = load(), leaves()
-
-        def run():
-            with torch.set_grad_enabled(backward):
-                outputs = tuple_of(form(**operands))
-            if backward:
-                ones = list(map(torch.ones_like, outputs))
-                return torch.autograd.grad(outputs, list(operands.values()), ones)
-            return outputs
-
-        return rows.timed(run, sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward]))
+        nbytes = sum(moved.nbytes(BF16) for moved in case.moved[: 1 + backward])
+        return rows.timed(pass_of(load(), leaves(), backward), nbytes)
 
     passes = (("forward", False), ("forward and backward", True))
     for which, backward in rows.size(passes, passes[1:]):
@@ -120,26 +111,25 @@ def connections(rows: Rows) -> Iterator[Item]:
     layers, T, D = rows.size((48, 8192, 512), (5, 8, 16))
     y = torch.randn(T, D, device=rows.device).to(BF16).requires_grad_()
     grad = torch.randn(T, D, device=rows.device).to(BF16)
-    states = engine_moved(depth_pattern(layers + 1, None, 1, 1), device_type=rows.device)
 
     def measure(form: Callable, module: torch.nn.Module, nbytes: int = 0) -> dict:
         leaves = [y, *module.to(rows.device).parameters()]
 
         def run():
-            x = forms.mixing_alone(form, module, y, None)
+            x = forms.mixing_alone(form, module, y)
             return torch.autograd.grad(x, leaves, grad)
 
         return rows.timed(run, nbytes)
 
-    dense = {"DenseFormer form": forms.DenseFormerForm}
-    for kind, plain in (
-        (nn.DLCL, {"stack and sum": forms.StackAndSum} | dense),
-        (nn.AttentionResiduals, {"stack and sum": forms.StackedAttention}),
+    for kind, plain, names in (
+        (nn.DLCL, forms.FORMS, (forms.STACK, forms.DENSEFORMER)),
+        (nn.AttentionResiduals, forms.ATTENTION_FORMS, (forms.STACK,)),
     ):
         what = f"{kind.__name__}, {layers} layers that do nothing, T={T}, D={D}"
-        for name, form in plain.items():
+        for name in names:
             # On a GPU torch's norms take parameters only in the dtype of their input.
-            yield what, name, partial(measure, form, kind(layers, D).to(BF16))
+            yield what, name, partial(measure, plain[name], kind(layers, D).to(BF16))
         for name, by in ours(rows, kind.pass_kind.op).items():
             module = kind(layers, D, backend=by)
-            yield what, name, partial(measure, forms.Deepfast, module, states * y.nbytes)
+            states = engine_moved(module.pattern, module.continues, device_type=rows.device)
+            yield what, name, partial(measure, forms.deepfast, module, states * y.nbytes)

@@ -4,18 +4,19 @@
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepfast import backend
 from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case, Rows, torch_dropout, tuple_of
-from deepfast.clock import clock_of
-from deepfast.measure.clock import COPY, copy_variant, interleave, ratios
+from deepfast.clock import clock_of, take_turns
+from deepfast.measure.clock import COPY, copy_variant, ratios
 from deepfast.measure.forms import COMPILED
 
 PASSES = ("forward", "forward and backward")
@@ -96,7 +97,42 @@ def measure(op: str, sizes: Sizes, rounds: int, compiled: bool = False) -> Itera
         forms[COMPILED] = under_compiler(case)
     forms["torch"] = partial(case.plain, torch_dropout)
 
-    def run(form: Callable, backward: bool, cotangents: list):
+    timed = partial(take_turns, rounds=rounds, clock=clock_of(sizes.device))
+    for number, what in enumerate(PASSES):
+        runs = {form: pass_of(call, leaves, number == 1) for form, call in forms.items()}
+        with backend.record() as ran:
+            runs["deepfast"]()
+        begin = time.perf_counter()
+        if compiled:
+            runs[COMPILED]()
+        seconds = time.perf_counter() - begin
+        found = timed(runs)
+        nbytes = sum(moved.nbytes(sizes.dtype) for moved in case.moved[: number + 1])
+        best = min((found[form] for form in forms if form != "deepfast"), key=statistics.median)
+        each = ratios(best, found["deepfast"])
+        if nbytes:
+            # Not in turns with the forms: the first one after it would find other caches.
+            found |= timed({COPY: copy_variant(nbytes // 2, sizes.device)[0]})
+        medians = {form: statistics.median(times) for form, times in found.items()}
+        yield {
+            "op": op,
+            "pass": what,
+            "torch_form": case.how,
+            "backend": "+".join(sorted({by for _, by in ran})),
+            "seconds": medians,
+            "ratios": each,
+            "ratio": statistics.median(each),
+            "compile_seconds": seconds if compiled else None,
+            "moved_bytes": nbytes or None,
+            "fraction_of_copy": medians[COPY] / medians["deepfast"] if nbytes else None,
+        }
+
+
+def pass_of(form: Callable, leaves: dict[str, Tensor], backward: bool) -> Callable[[], object]:
+    """Runs a form forward, without autograd, or forward and backward."""
+    cotangents: list[Tensor] = []
+
+    def run() -> Sequence[Tensor]:
         # Without autograd, `linear_cross_entropy` computes no gradient in forward.
         with torch.set_grad_enabled(backward):
             found = tuple_of(form(**leaves))
@@ -104,38 +140,11 @@ def measure(op: str, sizes: Sizes, rounds: int, compiled: bool = False) -> Itera
             return found
         outputs = [x for x in found if x.grad_fn is not None]
         if not cotangents:
-            cotangents += map(torch.ones_like, outputs)
+            cotangents.extend(map(torch.ones_like, outputs))
+        # Not backward: inside a model an operand is no leaf and no gradient is accumulated.
         return torch.autograd.grad(outputs, list(leaves.values()), cotangents)
 
-    for number, what in enumerate(PASSES):
-        runs = {form: partial(run, call, number == 1, []) for form, call in forms.items()}
-        with backend.record() as ran:
-            runs["deepfast"]()
-        begin = time.perf_counter()
-        if compiled:
-            runs[COMPILED]()
-        seconds = time.perf_counter() - begin
-        timed = partial(interleave, repeats=rounds, clock=clock_of(sizes.device))
-        found, fraction = timed(runs), None
-        nbytes = sum(moved.nbytes(sizes.dtype) for moved in case.moved[: number + 1])
-        best = min((found[form] for form in forms if form != "deepfast"), key=lambda r: r.median)
-        each = ratios(best, found["deepfast"])
-        if nbytes:
-            # Not in turns with the forms: the first one after it would find other caches.
-            found |= timed({COPY: copy_variant(nbytes // 2, sizes.device)[0]})
-            fraction = found[COPY].median / found["deepfast"].median
-        yield {
-            "op": op,
-            "pass": what,
-            "torch_form": case.how,
-            "backend": "+".join(sorted({by for _, by in ran})),
-            "seconds": {form: row.median for form, row in found.items()},
-            "ratios": each,
-            "ratio": statistics.median(each),
-            "compile_seconds": seconds if compiled else None,
-            "moved_bytes": nbytes or None,
-            "fraction_of_copy": fraction,
-        }
+    return run
 
 
 def under_compiler(case: Case) -> Callable:

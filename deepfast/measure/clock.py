@@ -1,18 +1,14 @@
-"""Rows of measurements, and timing on a noisy machine: variants take turns in one process, and
-medians are reported.
-
-A time alone means little; a ratio between variants of one run is reliable. The copy bandwidth of
-the machine is measured in the same run and compared with a kernel's bytes per second.
+"""Rows of measurements. A time alone means little; a ratio between variants of one run is reliable.
+The copy bandwidth of the machine is measured in the same run and compared with a kernel's bytes per
+second.
 """
 
 import ctypes
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
-
-from deepfast.clock import Clock, on_cpu, take_turns
 
 COPY = "copy"
 
@@ -74,21 +70,9 @@ def keep_memory() -> bool:
     return bool(libc.mallopt(trim_threshold, most) and libc.mallopt(mmap_threshold, most))
 
 
-def interleave(
-    variants: Mapping[str, Callable[[], object]],
-    *,
-    repeats: int = 5,
-    warmup: int = 1,
-    clock: Clock = on_cpu,
-) -> dict[str, Row]:
-    """Rows of variants that take turns, see `deepfast.clock.take_turns`."""
-    found = take_turns(variants, rounds=repeats, warmup=warmup, clock=clock)
-    return {name: Row(variant=name, seconds=seconds) for name, seconds in found.items()}
-
-
-def ratios(slow: Row, fast: Row) -> list[float]:
+def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
     """How many times faster ``fast`` is, in each round."""
-    return [a / b for a, b in zip(slow.seconds, fast.seconds, strict=True)]
+    return [a / b for a, b in zip(slow, fast, strict=True)]
 
 
 def copy_variant(

@@ -20,21 +20,17 @@ from torch import Tensor, nn
 from deepfast import ops
 from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 
-STACK, LOOP, PER_ROW, COMPILED = "stack and sum", "loop of adds", "per row", "compiled"
-"""Names of forms."""
+RESIDUAL, STACK, DENSEFORMER = "plain residual", "stack and sum", "DenseFormer form"
+LOOP, PER_ROW, COMPILED = "loop of adds", "per row", "compiled"
+"""Names of forms, and of what has none of these connections."""
 
 Connection = DLCL | AttentionResiduals
 States = list[Tensor]
 
 
-class Deepfast:
+def deepfast(module: Connection) -> Callable[[Tensor], Tensor]:
     """This package."""
-
-    def __init__(self, module: Connection):
-        self.module, self.history = module, DepthHistory()
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.module(y, self.history)
+    return partial(module, history=DepthHistory())
 
 
 def loop_of_adds(states: States, weights: Tensor | Sequence[Tensor]) -> Tensor:
@@ -59,16 +55,11 @@ class DLCLForm:
         self.states: States = []
         self.count = 0
 
-    def norm(self, y: Tensor) -> Tensor:
-        """LN_k of the paper; index 0 has none unless the module sets normalize_embedding."""
-        k, m = self.count, self.dlcl
-        if m.norm != "pre" or (k == 0 and not m.normalize_embedding):
-            return y
-        return F.layer_norm(y, (m.dim,), m.norm_weight[k], m.norm_bias[k], m.eps)
-
     def __call__(self, y: Tensor) -> Tensor:
-        self.push(self.norm(y))
-        weight = self.dlcl.weight[self.count, : self.count + 1]
+        k, m = self.count, self.dlcl
+        # The embedding, which is the first, has no layer-norm.
+        self.push(F.layer_norm(y, (m.dim,), m.norm_weight[k], m.norm_bias[k], m.eps) if k else y)
+        weight = m.weight[k, : k + 1]
         self.count += 1
         return self.mix(self.states, weight.to(self.states[-1].dtype))
 
@@ -120,59 +111,48 @@ class DenseFormerForm(DLCLForm):
         self.states = [_Append.apply(self.buffer, filled, self.count, z)]
 
 
-StackAndSum = partial(DLCLForm, stack_and_sum)
-LoopOfAdds = partial(DLCLForm, loop_of_adds)
-FusedPerLayer = partial(DLCLForm, ops.depth_mix)
-"""One fused pass per layer over all layers below it: fewest launches, quadratic reads."""
-
-
 @cache
 def _compiled_loop() -> Callable:
+    # A variant for each row, twice where some steps have no gradient.
+    torch._dynamo.config.recompile_limit = 256
     return torch.compile(loop_of_adds, fullgraph=True, dynamic=False)
 
 
-def allow_variants() -> None:
-    """Lets the compiler make a variant for each row, twice where some steps have no gradient."""
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-
-
-def CompiledLoop(dlcl: DLCL) -> DLCLForm:
-    """The loop of adds under `torch.compile`, which compiles one variant for each row."""
-    allow_variants()
-    return DLCLForm(_compiled_loop(), dlcl)
-
-
 FORMS: dict[str, Callable[[DLCL], Callable]] = {
-    STACK: StackAndSum,
-    "DenseFormer form": DenseFormerForm,
-    LOOP: LoopOfAdds,
-    "deepfast": Deepfast,
+    STACK: partial(DLCLForm, stack_and_sum),
+    DENSEFORMER: DenseFormerForm,
+    LOOP: partial(DLCLForm, loop_of_adds),
+    # One fused pass per layer over all layers below it: fewest launches, quadratic reads.
+    PER_ROW: partial(DLCLForm, ops.depth_mix),
+    COMPILED: lambda dlcl: DLCLForm(_compiled_loop(), dlcl),
+    "deepfast": deepfast,
 }
-"""The forms of DLCL that are compared, deepfast last."""
+"""The forms of DLCL."""
 
 
 # ---- attention residuals -------------------------------------------------------------------------
 
 
-class AttentionForm:
+def attention_form(
+    attend: Callable[[States, Callable, Tensor], Tensor], residuals: AttentionResiduals
+) -> Callable[[Tensor], Tensor]:
     """A form of attention residuals.
 
     attend: from the sources, their RMSNorm and a query (D,) to the sum of the sources.
     """
+    values: States = []
+    rows = zip(residuals.continues, residuals.query, strict=True)
+    norm = partial(F.rms_norm, normalized_shape=(residuals.dim,), eps=residuals.eps)
 
-    def __init__(self, attend: Callable[[States, Callable, Tensor], Tensor], residuals):
-        self.attend, self.residuals = attend, residuals
-        self.values: States = []
-        self.row = 0
-
-    def __call__(self, v: Tensor) -> Tensor:
-        if self.residuals.continues[self.row]:
-            self.values[-1] = self.values[-1] + v
+    def connect(v: Tensor) -> Tensor:
+        continues, query = next(rows)
+        if continues:
+            values[-1] = values[-1] + v
         else:
-            self.values.append(v)
-        self.row += 1
-        norm = partial(F.rms_norm, normalized_shape=v.shape[-1:], eps=self.residuals.eps)
-        return self.attend(self.values, norm, self.residuals.query[self.row - 1])
+            values.append(v)
+        return attend(values, norm, query)
+
+    return connect
 
 
 def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
@@ -182,16 +162,11 @@ def stacked_attention(values: States, norm: Callable, query: Tensor) -> Tensor:
     return torch.einsum("k...,k...d->...d", scores.softmax(0), v)
 
 
-def fused_attention(values: States, _norm: Callable, query: Tensor) -> Tensor:
-    """One fused pass per row over all sources."""
-    return ops.attention_residual(query, values)
-
-
-StackedAttention = partial(AttentionForm, stacked_attention)
 ATTENTION_FORMS: dict[str, Callable[[AttentionResiduals], Callable]] = {
-    STACK: StackedAttention,
-    PER_ROW: partial(AttentionForm, fused_attention),
-    "deepfast": Deepfast,
+    STACK: partial(attention_form, stacked_attention),
+    # One fused pass per row over all sources.
+    PER_ROW: partial(attention_form, lambda v, _norm, query: ops.attention_residual(query, v)),
+    "deepfast": deepfast,
 }
 """The forms of attention residuals that are compared, deepfast last."""
 
@@ -228,19 +203,12 @@ copying_layer.register_autograd(lambda ctx, grad: copying_layer(grad))
 
 
 def mixing_alone(
-    form, module: Connection, y: Tensor, grad: Tensor | None, layer: Callable | None = None
+    form: Callable, module: Connection, y: Tensor, layer: Callable | None = None
 ) -> Tensor:
-    """The connection of a whole stack whose layers do nothing; with ``grad`` also its backward.
-
-    Args:
-        form: a form of the module's connection.
-        module: shares its parameters with the form.
-        layer: every layer of the stack.
-    """
+    """The connection of a whole stack whose layers do nothing, or are all ``layer``. The form
+    shares its parameters with the module."""
     connect = form(module)
     y = connect(y)
     for _ in range(module.rows - 1):
         y = connect(y if layer is None else layer(y))
-    if grad is not None:
-        y.backward(grad)
     return y

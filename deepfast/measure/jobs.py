@@ -31,8 +31,7 @@ class Turns:
     """Variants of one case: each runs once with its memory counted, then they are timed in turn."""
 
     part: str
-    label: str
-    """Both for the progress bar."""
+    """For the progress bar."""
     rows: list[Row]
     """A row for each variant, to be filled. If its ``predicted_bytes`` exceed the free memory, the
     variant does not run and the row's note says so."""
@@ -48,7 +47,8 @@ class Turns:
         case = cache(self.make)
 
         def job(row: Row, what: str, fill: Callable) -> Job:
-            label = " ".join(filter(None, (self.label, row.what, row.variant)))
+            depth = f"{row.depth} layers" if row.depth else ""
+            label = " ".join(filter(None, (depth, row.what, row.variant)))
             return Job(self.part, f"{label}: {what}", partial(fill, row, case))
 
         jobs = [job(row, "memory", _count) for row in self.rows]

@@ -5,28 +5,60 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepfast.measure.clock import Row
-from deepfast.measure.encoders import DROPOUT, STACK, PlainEncoder
+from deepfast.measure.forms import FORMS, RESIDUAL, STACK
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.steps import states_of_stacks
 from deepfast.memory import POLICIES, Plan, plan
-from deepfast.nn import Packing, TransformerEncoder
+from deepfast.nn import DLCL, Packing, TransformerEncoder
 
-PARAMETERS = "parameters"
-"""A category of a plan's table."""
+DROPOUT = 0.1
+CHECKPOINTED = "plain, checkpointed"
+PLAIN_FORMS = (RESIDUAL, CHECKPOINTED, STACK)
+"""Encoders of plain torch: no depth connection; no depth connection and `torch.utils.checkpoint`
+around each layer; DLCL as in the paper's code."""
+
+
+class PlainEncoder(nn.Module):
+    """A pre-norm encoder of plain torch, in one of `PLAIN_FORMS`: (B, S, D) to (B, S, D)."""
+
+    def __init__(self, layers: int, dim: int, num_heads: int, ffn_dim: int, form: str):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.TransformerEncoderLayer(
+                dim, num_heads, ffn_dim, DROPOUT, batch_first=True, norm_first=True
+            )
+            # As in deepfast's encoder only the branches have dropout.
+            layer.self_attn.dropout, layer.dropout = 0.0, nn.Identity()  # type: ignore[assignment]
+            self.layers.append(layer)
+        self.form, self.norm = form, nn.LayerNorm(dim)
+        self.dlcl = DLCL(layers, dim) if form == STACK else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        connect = (lambda y: y) if self.dlcl is None else FORMS[STACK](self.dlcl)
+        x = connect(x)
+        for layer in self.layers:
+            if self.form == CHECKPOINTED:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = connect(layer(x))
+        return self.norm(x)
 
 
 class PolicyCase:
     """One depth: encoders with dropout, an input and a gradient of their result."""
 
     def __init__(self, settings: Settings, depth: int):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(1)
         sizes = predicted(settings, depth, POLICIES[0]).sizes
         shape = depth, sizes.dim, sizes.num_heads, sizes.ffn_dim
         self.encoder = TransformerEncoder(*shape, dropout=DROPOUT)
-        self.plain = cache(lambda form: PlainEncoder(*shape, form=form))
+        self.plain = cache(lambda form: PlainEncoder(*shape, form))
         self.packing = Packing(settings.memory_batch, settings.length)
         self.x = torch.randn(sizes.tokens, sizes.dim, requires_grad=True)
         self.gradient = torch.ones(sizes.tokens, sizes.dim)
@@ -68,14 +100,13 @@ def policies(settings: Settings, plain: Sequence[str] = ()) -> list[Turns]:
         for row in rows:
             if row.variant in POLICIES:
                 known = predicted(settings, depth, row.variant)
-                row.predicted_bytes = known.peak - known.table[PARAMETERS]
+                row.predicted_bytes = known.peak - known.table["parameters"]
             elif row.variant == STACK:
                 states = states_of_stacks(depth) + 20 * depth
                 row.predicted_bytes = 4 * states * settings.memory_tokens * settings.memory_dim
         make = partial(PolicyCase, settings, depth)
         rounds = settings.rounds if depth == settings.policy_depth else 0
-        label = f"{depth} layers"
-        found.append(Turns("recompute policies", label, rows, make, rounds, settings.clock))
+        found.append(Turns("recompute policies", rows, make, rounds, settings.clock))
     return found
 
 

@@ -1,17 +1,24 @@
 """The connection of a whole stack alone, whose layers only copy: deepfast beside plain forms."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from deepfast.connections import BLOCKS
-from deepfast.depth.schedule import block_pattern, depth_pattern
-from deepfast.measure import forms
 from deepfast.measure.clock import COPY, Row, copy_variant
-from deepfast.measure.forms import ATTENTION_FORMS, COMPILED, PER_ROW, STACK, mixing_alone
+from deepfast.measure.forms import (
+    ATTENTION_FORMS,
+    COMPILED,
+    DENSEFORMER,
+    FORMS,
+    LOOP,
+    PER_ROW,
+    STACK,
+    copying_layer,
+    mixing_alone,
+)
 from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import engine_moved
@@ -20,38 +27,19 @@ from deepfast.nn import DLCL, AttentionResiduals
 FORWARD = ", forward alone"
 
 
-class Connection(NamedTuple):
-    """A connection and its forms."""
-
-    make: Callable[[int, int], forms.Connection]
-    """The module, from L and D."""
-    forms: dict[str, Callable]
-    stacks: int
-    """How many copies of every stack the form with stacks keeps."""
-
-
-def _size(layers: int) -> int:
-    """Layers in a block."""
-    return -(-layers // BLOCKS)
-
-
-def _in_blocks(layers: int, dim: int) -> AttentionResiduals:
-    return AttentionResiduals(layers, dim, block=_size(layers))
-
-
-DLCL_FORMS: dict[str, Callable] = {
-    STACK: forms.StackAndSum,
-    "DenseFormer form": forms.DenseFormerForm,
-    PER_ROW: forms.FusedPerLayer,
-    "deepfast": forms.Deepfast,
-}
 BLOCKED = "attention residuals in blocks"
-CONNECTIONS = {
-    "DLCL": Connection(DLCL, DLCL_FORMS, 1),
-    "attention residuals": Connection(AttentionResiduals, ATTENTION_FORMS, 2),
-    BLOCKED: Connection(_in_blocks, ATTENTION_FORMS, 2),
+CONNECTIONS: dict[str, dict[str, Callable]] = {
+    "DLCL": {form: FORMS[form] for form in (STACK, DENSEFORMER, PER_ROW, "deepfast")},
+    "attention residuals": ATTENTION_FORMS,
+    BLOCKED: ATTENTION_FORMS,
 }
-"""In the order of the table."""
+"""Connection -> its forms, in the order of the table."""
+
+
+def module_of(name: str, layers: int, dim: int) -> DLCL | AttentionResiduals:
+    if name == "DLCL":
+        return DLCL(layers, dim)
+    return AttentionResiduals(layers, dim, block=-(-layers // BLOCKS) if name == BLOCKED else None)
 
 
 def mixing(settings: Settings) -> list[Turns]:
@@ -61,14 +49,13 @@ def mixing(settings: Settings) -> list[Turns]:
     passes = ("", FORWARD) if settings.mixing_forward else ("",)
     for depth in settings.mixing_depths:
         rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=settings.mixing_tokens)]
-        for name, connection in CONNECTIONS.items():
-            names = list(connection.forms)
+        for name, forms in CONNECTIONS.items():
+            names = list(forms)
             if name == "DLCL" and depth <= settings.compile_up_to:
                 names.append(COMPILED)
             rows += [_row(settings, depth, name, end, form) for end in passes for form in names]
         make = partial(MixingCase, settings, depth, rows[0])
-        label = f"{depth} layers"
-        found.append(Turns("mixing alone", label, rows, make, settings.rounds, settings.clock))
+        found.append(Turns("mixing alone", rows, make, settings.rounds, settings.clock))
     return found
 
 
@@ -76,16 +63,15 @@ def _row(settings: Settings, depth: int, name: str, end: str, form: str) -> Row:
     state = 4 * settings.mixing_tokens * settings.mixing_dim
     row = Row(variant=form, what=name + end, depth=depth, tokens=settings.mixing_tokens,
               counted=form != COMPILED)  # fmt: skip
-    pattern, running = depth_pattern(depth + 1, None, 1, 1), None
-    if name == BLOCKED:
-        pattern, running = block_pattern(depth + 1, _size(depth))
+    module = module_of(name, depth, settings.mixing_dim)
     if form == "deepfast" and not end:
         # Each layer reads its input and writes its output, in both directions.
-        row.nbytes = state * (engine_moved(pattern, running) + 4 * depth)
+        row.nbytes = state * (engine_moved(module.pattern, module.continues) + 4 * depth)
     if form == STACK:
-        # Every stack, and the states, gradients and products of the last rows.
-        reads = sum(map(len, pattern))
-        row.predicted_bytes = state * CONNECTIONS[name].stacks * (reads + 5 * (depth + 1))
+        # Every stack, of attention two copies, and the states, gradients and products of the last
+        # rows.
+        stacks = 1 if name == "DLCL" else 2
+        row.predicted_bytes = state * stacks * (sum(map(len, module.pattern)) + 5 * module.rows)
     return row
 
 
@@ -93,9 +79,9 @@ class MixingCase:
     """Every connection at one depth, on the same input."""
 
     def __init__(self, settings: Settings, depth: int, copy_row: Row):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(1)
         size = settings.mixing_tokens, settings.mixing_dim
-        self.modules = {name: c.make(depth, size[1]) for name, c in CONNECTIONS.items()}
+        self.modules = {name: module_of(name, depth, size[1]) for name in CONNECTIONS}
         # Away from 0, where every weight of a row is the same for all tokens.
         with torch.no_grad():
             for module in self.modules.values():
@@ -104,7 +90,6 @@ class MixingCase:
                         parameter.normal_(std=0.1 * parameter.shape[-1] ** -0.5)
         self.y, self.grad = torch.randn(size, requires_grad=True), torch.randn(size)
         self.copy, copy_row.nbytes = copy_variant()
-        self.graphs: dict[bool, Callable] = {}
 
     def run(self, row: Row) -> None:
         """One run of a form, or of the copy."""
@@ -119,24 +104,18 @@ class MixingCase:
 
     def mixed(self, name: str, form: str) -> Tensor:
         """The stack's output; with autograd also the gradients."""
-        run = self.graph if form == COMPILED else partial(self.forward, name, form)
-        x = run()
+        x = self.graph() if form == COMPILED else self.forward(name, form)
         if torch.is_grad_enabled():
             x.backward(self.grad)
         return x
 
     def forward(self, name: str, form: str) -> Tensor:
-        kind = forms.LoopOfAdds if form == COMPILED else CONNECTIONS[name].forms[form]
-        return mixing_alone(kind, self.modules[name], self.y, None, forms.copying_layer)
+        kind = CONNECTIONS[name].get(form, FORMS[LOOP])
+        return mixing_alone(kind, self.modules[name], self.y, copying_layer)
 
-    def graph(self) -> Tensor:
-        """A whole DLCL stack with loops of adds under `torch.compile`, with autograd or without."""
-        learns = torch.is_grad_enabled()
-        if learns not in self.graphs:
-            forms.allow_variants()
-
-            def whole() -> Tensor:
-                return self.forward("DLCL", COMPILED)
-
-            self.graphs[learns] = torch.compile(whole, fullgraph=True, dynamic=False)
-        return self.graphs[learns]()
+    @cached_property
+    def graph(self) -> Callable[[], Tensor]:
+        """A whole DLCL stack with loops of adds under `torch.compile`."""
+        # A variant for each depth, with autograd and without.
+        torch._dynamo.config.recompile_limit = 256
+        return torch.compile(lambda: self.forward("DLCL", COMPILED), fullgraph=True, dynamic=False)

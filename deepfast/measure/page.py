@@ -7,7 +7,8 @@ from typing import Any
 
 from deepfast.files import require, write_atomically
 from deepfast.measure import report_pictures
-from deepfast.measure.encoders import REFERENCE, VARIANTS
+from deepfast.measure.forms import DENSEFORMER, STACK
+from deepfast.measure.steps import VARIANTS
 from deepfast.memory import POLICIES, format_bytes
 
 PAGE = "index.html"
@@ -23,15 +24,11 @@ def show(value: Any, form: str) -> str:
     if value is None:
         return "–"
     if form == "seconds":
-        return seconds(value)
+        # Three digits.
+        if value < 0.9995:
+            return f"{value * 1e3:.3g} ms"
+        return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
     return format_bytes(value) if form == "bytes" else form.format(value)
-
-
-def seconds(value: float) -> str:
-    """Three digits, with the unit."""
-    if value < 0.9995:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
 # ---- the main results ----------------------------------------------------------------------------
@@ -46,8 +43,8 @@ ONE = "", "DLCL"
 """The connections that the main results are about."""
 RATIOS = (
     *(("steps", v, "deepfast", "median_seconds") for v in VARIANTS if v != "deepfast"),
-    ("steps", REFERENCE, "deepfast", "peak_bytes"),
-    *(("mixing", v, "deepfast", "median_seconds") for v in (REFERENCE, "DenseFormer form")),
+    ("steps", STACK, "deepfast", "peak_bytes"),
+    *(("mixing", v, "deepfast", "median_seconds") for v in (STACK, DENSEFORMER)),
     *(("policies", POLICIES[0], POLICIES[-1], field) for field in QUANTITIES),
 )
 """The main results: chapter, two of its variants, and what is divided."""

@@ -7,13 +7,13 @@ It grows on a wider screen.
 import contextlib
 import io
 import re
+import statistics
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepfast.files import require, write_atomically
-from deepfast.measure.encoders import RESIDUAL
-from deepfast.measure.forms import COMPILED
+from deepfast.measure.forms import COMPILED, DENSEFORMER, LOOP, RESIDUAL, STACK
 
 # Most are of Okabe and Ito, and colour-blind readers can tell them apart. The contrast of each is
 # at least 3 on a white page and on a dark one.
@@ -21,9 +21,9 @@ GREEN, BLUE, GREY = "#118a63", "#1a7fc0", "#7a7a7a"
 COLORS = {
     RESIDUAL: GREY,
     "deepfast": GREEN,
-    "stack and sum": "#d55e00",
-    "DenseFormer form": "#b8548f",
-    "loop of adds": "#b8860b",
+    STACK: "#d55e00",
+    DENSEFORMER: "#b8548f",
+    LOOP: "#b8860b",
     COMPILED: BLUE,
 }
 INK, GRID = "#555555", "#e4e4e4"
@@ -48,7 +48,7 @@ STYLE = {
     "legend.fontsize": 8.5,
 }
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]
+Curves = Mapping[str, Mapping[float, float] | Sequence[tuple[float, float]]]
 
 
 @contextlib.contextmanager
@@ -116,13 +116,13 @@ def over_depth(
         log: for numbers of a thousandfold range, two logarithmic axes.
     """
     for name, points in curves.items():
-        main = name in strong
+        main, found = name in strong, dict(points)
         axes.plot(
-            *zip(*points, strict=True), label=name, color=colors[name], marker="o",
+            list(found), list(found.values()), label=name, color=colors[name], marker="o",
             markersize=5 if main else 3.5, linewidth=2.4 if main else 1.4,
             zorder=3 if main else 2, linestyle="--" if name in dashed else "-",
         )  # fmt: skip
-    depths = sorted({x for points in curves.values() for x, _ in points})
+    depths = sorted({x for points in curves.values() for x in dict(points)})
     axes.set_xlabel(across)
     if log:
         from matplotlib.ticker import LogLocator
@@ -137,6 +137,27 @@ def over_depth(
         axes.set_ylim(0)
     axes.set_xticks(depths, [f"{d:g}" for d in depths])
     axes.figure.legend(loc="outside lower left", ncols=2)
+
+
+def dots(figure, panels: Mapping[str, Mapping[str, Sequence[float]]], at: float | None = None):
+    """A panel for each title, in it a line for each name with a circle for each value and a bar at
+    their mean. A dotted line is at ``at``, or at the mean of the first name, which is grey."""
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (title, lines) in zip(grid, panels.items(), strict=True):
+        axes.set_title(title)
+        axes.margins(x=0.08)
+        for y, values in enumerate(lines.values()):
+            color = GREY if at is None and y == 0 else GREEN
+            axes.plot(values, [y] * len(values), "o", color=color, markersize=4, fillstyle="none")
+            if len(values) > 1:
+                mean = statistics.mean(values)
+                axes.plot([mean], [y], "|", color=color, markersize=12, markeredgewidth=1.5)
+        first = next(iter(lines.values()))
+        where = statistics.mean(first) if at is None and first else at
+        if where is not None:
+            axes.axvline(where, color=GREY, linestyle=":", linewidth=1)
+    grid[0].set_yticks(range(len(lines)), lines, fontsize=8, parse_math=False)
+    grid[0].set_ylim(len(lines) - 0.4, -0.6)
 
 
 def line_at(axes, name: str, value: float, *, right: bool = False) -> None:

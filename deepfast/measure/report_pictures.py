@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepfast.measure.encoders import RESIDUAL, STACK
+from deepfast.measure.forms import RESIDUAL, STACK
 from deepfast.measure.mixing import CONNECTIONS
 from deepfast.measure.pictures import (
     BLUE,
@@ -29,16 +29,12 @@ DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 """Layers of the predicted memory."""
 BUDGETS = (8 * GIB, 24 * GIB)
 """Memory of devices, in the picture of the predicted memory."""
-POLICY_COLORS = dict(zip(POLICIES, (GREY, BLUE, "#b8860b", GREEN), strict=True))
-NAMES = {policy: f"deepfast, {policy}" for policy in POLICIES}
-"""Policy -> name of its predicted curve."""
 RUNS = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
 """Key of a training -> its name."""
 NAME_COLORS = {
     **COLORS,
     **dict(zip(CONNECTIONS, (GREEN, BLUE, "#b8548f"), strict=True)),
-    **POLICY_COLORS,
-    **{NAMES[policy]: color for policy, color in POLICY_COLORS.items()},
+    **dict(zip(POLICIES, (GREY, BLUE, "#b8860b", GREEN), strict=True)),
     **dict(zip(RUNS.values(), (GREEN, "#d55e00"), strict=True)),
 }
 """What a curve shows -> its colour."""
@@ -117,9 +113,9 @@ PICTURES = {
 
 
 def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
-    """Name -> (layers, GiB): each policy, the same on all layers."""
+    """Policy of all layers -> (layers, GiB)."""
     return {
-        NAMES[policy]: [
+        policy: [
             (layers, uniform_peak(replace(sizes, num_layers=layers), policy) / GIB)
             for layers in DEPTHS
         ]

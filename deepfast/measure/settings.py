@@ -63,10 +63,6 @@ class Settings:
     """Optimizer steps of the model it is compared with."""
     sentences: int = 300
     """Test sentences to translate."""
-    beam: int = 4
-    """Hypotheses of the beam search."""
-    seed: int = 1
-    """The seed of parameters and inputs."""
 
     @property
     def tokens(self) -> int:

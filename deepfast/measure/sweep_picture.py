@@ -1,11 +1,10 @@
 """The picture of a sweep: BLEU and dev NLL, a line for each point and a mark for each seed."""
 
-import statistics
 import textwrap
 from pathlib import Path
 
 from deepfast.files import write_atomically
-from deepfast.measure.pictures import GREEN, GREY, WIDTH, picture
+from deepfast.measure.pictures import GREY, WIDTH, dots, picture
 from deepfast.mt.sweep.stages import Results
 from deepfast.mt.sweep.table import known, page
 
@@ -23,25 +22,15 @@ def write_page(folder: Path, results: Results, pilots: Results, command: str) ->
 
 def draw(results: Results, path: Path) -> None:
     """Writes the picture as SVG or PNG, by the file's ending. The first point is the baseline."""
-    panels = [name for name in PANELS if any(known(runs, name) for runs in results.values())]
-    panels = panels or list(PANELS)
+    found = {
+        title: {
+            "\n".join(textwrap.wrap(point.name, LABEL)): known(runs, name)
+            for point, runs in results.items()
+        }
+        for name, title in PANELS.items()
+    }
+    measured = {title: lines for title, lines in found.items() if any(lines.values())}
     with picture(path, WIDTH, 1.1 + 0.3 * len(results)) as figure:
         text = "each seed a circle, the mean a bar"
         figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=GREY)
-        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-        for axes, name in zip(grid, panels, strict=True):
-            axes.set_title(PANELS[name])
-            for at, runs in enumerate(results.values()):
-                values = known(runs, name)
-                color = GREEN if at else GREY
-                axes.plot(values, [at] * len(values), "o", color=color, markersize=4.5,
-                          fillstyle="none")  # fmt: skip
-                if values:
-                    mean = statistics.mean(values)
-                    axes.plot([mean], [at], "|", color=color, markersize=13, markeredgewidth=2)
-                    if not at:
-                        axes.axvline(mean, color=GREY, linestyle=":", linewidth=1)
-            axes.margins(x=0.08)
-        labels = ["\n".join(textwrap.wrap(point.name, LABEL)) for point in results]
-        grid[0].set_yticks(range(len(results)), labels, parse_math=False)
-        grid[0].set_ylim(len(results) - 0.4, -0.6)
+        dots(figure, measured or found)

@@ -22,7 +22,7 @@ from deepfast.mt.training import TrainResult, load_recipe, train
 from deepfast.mt.training.environment import SIGNALS
 from deepfast.mt.training.report import read_metrics
 
-SAMPLES = 8
+SAMPLES, BEAM = 8, 4
 
 
 class Training:
@@ -84,7 +84,7 @@ class Training:
             weights = model.encoder.connection.depth.effective_weight().tolist()
         pairs = read_parallel(folder / "test.source", folder / "test.target")
         sources, references = zip(*pairs[: self.settings.sentences], strict=True)
-        options = DecodingOptions(beam=self.settings.beam)
+        options = DecodingOptions(beam=BEAM)
         hypotheses = translate_lines(model, vocabulary, list(sources), options)
         triples = list(zip(sources, references, hypotheses, strict=True))
         names = ("source", "reference", "hypothesis")
@@ -93,7 +93,7 @@ class Training:
             "unigram_nll": _token_frequencies_nll(folder, vocabulary),
             "weights": weights,
             "scores": asdict(bleu(hypotheses, references)),
-            "beam": self.settings.beam,
+            "beam": BEAM,
             "exact": sum(reference == found for _, reference, found in triples),
             "samples": [dict(zip(names, triple, strict=True)) for triple in triples[:SAMPLES]],
         }

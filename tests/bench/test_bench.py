@@ -13,10 +13,10 @@ from bench import __main__ as bench
 from bench import learned, page
 from bench.results import path_of, read, result, write
 from deepfast.measure.clock import Row
-from deepfast.measure.encoders import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, STACK, StepCase
-from deepfast.measure.forms import COMPILED, PER_ROW
-from deepfast.measure.memory_steps import PolicyCase
+from deepfast.measure.forms import COMPILED, PER_ROW, STACK
+from deepfast.measure.memory_steps import PLAIN_FORMS, PolicyCase
 from deepfast.measure.mixing import CONNECTIONS, MixingCase
+from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, StepCase
 from deepfast.memory import POLICIES
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_the_forms_of_a_connection_compute_the_same(name):
     module = case.modules[name].double()
     case.y, case.grad = case.y.detach().double().requires_grad_(), case.grad.double()
     found = {}
-    for form in CONNECTIONS[name].forms:
+    for form in CONNECTIONS[name]:
         x = case.mixed(name, form)
         found[form] = [x, case.y.grad, *(p.grad for p in module.parameters())]
         case.y.grad = None
@@ -101,7 +101,7 @@ def test_another_machine_is_shown_where_it_differs_by_more_than_the_noise(tmp_pa
     write([number([1.0, 1.2, 1.1], v) for v in ("deepfast", "plain residual")], path_of(tmp_path))
     other = [number([1.15, 1.3], "deepfast"), number([1.25, 1.3, 1.4], "plain residual")]
     write(other, path_of(tmp_path, "AVX2"))
-    text = page.over_depth(page.Numbers(tmp_path), "x")
+    text = page.depths(page.Numbers(tmp_path), "x")
     assert "| deepfast: DLCL | 1.10 |" in text
     assert "| plain residual | 1.10; AVX2 1.30 |" in text
 
@@ -162,9 +162,3 @@ def test_every_section_at_toy_sizes(python):
         blocks = (folder / Path(name).name).read_text().split(page.BEGIN)[1:]
         assert all(re.search(r"\d\.\d", block.partition(page.END)[0]) for block in blocks)
     shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-def test_the_benchmarks_of_pytest(python):
-    words = "-q", "bench/ops.py", "--benchmark-disable", "-k", "add_rms_norm and float32"
-    assert "2 passed" in python("-m", "pytest", *words).stdout

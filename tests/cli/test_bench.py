@@ -53,14 +53,14 @@ def test_the_table_has_every_op(capsys):
 @pytest.mark.parametrize("json_", [False, True])
 def test_ctrl_c_leaves_what_was_measured(monkeypatch, capsys, json_):
     """The third measurement is the second op's forward; the first op has both passes."""
-    measured = iter([bench_ops.interleave] * 2)
+    measured = iter([bench_ops.take_turns] * 2)
 
-    def interleave(*args, **options):
+    def take_turns(*args, **options):
         for found in measured:
             return found(*args, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_ops, "interleave", interleave)
+    monkeypatch.setattr(bench_ops, "take_turns", take_turns)
     words = ["norm_linear", "feed_forward", *TOY, *(["--json"] if json_ else [])]
     assert main(["bench", *words]) == 130
     said = capsys.readouterr()

@@ -33,7 +33,7 @@ def test_the_table_is_printed_and_a_picture_drawn(plan, tmp_path):
     for name in ("parameters", "weight copies", "history", "allocator margin", "peak", "budget"):
         assert f"\n{name} " in text
     assert "\nit fits\n" in text
-    for name in (*(f"deepfast, {policy}" for policy in POLICIES), "budget 1.00 GiB"):
+    for name in (*POLICIES, "budget 1.00 GiB"):
         assert f">{name}</text>" in path.read_text()
 
 

@@ -56,7 +56,7 @@ def test_a_picture_has_its_texts(tmp_path, name):
 def test_the_predicted_curves_are_the_planners():
     sizes = {"dim": 64, "tokens": 1024, "vocab_size": 400, "decoder_layers": 0}
     known = plan(budget="1TiB", num_layers=20, recompute="ffn", **sizes)
-    layers, gib = memory_curves(known.sizes)["deepfast, ffn"][2]
+    layers, gib = memory_curves(known.sizes)["ffn"][2]
     assert (layers, gib * 2**30) == (20, known.peak)
 
 

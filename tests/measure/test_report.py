@@ -9,9 +9,10 @@ import pytest
 from deepfast.cli import main
 from deepfast.measure import page, report, report_pictures
 from deepfast.measure.clock import COPY
-from deepfast.measure.encoders import REFERENCE, STACK, VARIANTS
+from deepfast.measure.forms import STACK
 from deepfast.measure.jobs import run_jobs
 from deepfast.measure.mixing import CONNECTIONS
+from deepfast.measure.steps import VARIANTS
 from deepfast.memory import POLICIES
 
 
@@ -29,7 +30,7 @@ def test_the_page_needs_nothing_else(made):
 
 def test_every_variant_is_measured(made):
     found, settings = made.report, made.report["settings"]
-    forms = [form for connection in CONNECTIONS.values() for form in connection.forms]
+    forms = [form for forms in CONNECTIONS.values() for form in forms]
     for chapter, depths, variants in (
         ("steps", settings["depths"], VARIANTS),
         ("policies", settings["depths"], POLICIES),
@@ -45,7 +46,7 @@ def test_every_variant_is_measured(made):
     # Where a form does not fit is predicted: never below the measurement.
     for row in (*found["steps"], *found["mixing"]):
         assert row["predicted_bytes"] is None or row["peak_bytes"] <= row["predicted_bytes"]
-        if row in found["steps"] and row["variant"] == REFERENCE:
+        if row in found["steps"] and row["variant"] == STACK:
             assert row["predicted_bytes"] <= 1.5 * row["peak_bytes"]
     copied = {row["variant"]: row["fraction_of_copy"] for row in found["mixing"]}
     assert copied[COPY] == 1
@@ -67,7 +68,7 @@ def test_every_picture_of_the_page(made):
         "mixing-time": (*CONNECTIONS, "Time, ms"),
         "mixing-memory": (*CONNECTIONS, "Peak memory, MiB"),
         "policies": (*POLICIES, "Peak memory of a step, MiB"),
-        "predicted": ("deepfast, none", "deepfast, layer+input", "200", "budget 24.0 GiB"),
+        "predicted": (*POLICIES, "200", "budget 24.0 GiB"),
     }.items():
         svg = drawn.pop(name)
         assert {*texts} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", svg)}, name
@@ -139,7 +140,7 @@ def test_the_whole_command_with_training(tmp_path):
 
 
 def test_a_main_result_is_of_the_greatest_depth_where_both_ran():
-    times = {(6, REFERENCE): 4.0, (6, "deepfast"): 2.0, (9, "deepfast"): 3.0, (9, REFERENCE): None}
+    times = {(6, STACK): 4.0, (6, "deepfast"): 2.0, (9, "deepfast"): 3.0, (9, STACK): None}
     rows = [
         {"what": "", "depth": depth, "variant": variant, "median_seconds": time, "peak_bytes": 1}
         for (depth, variant), time in times.items()
