@@ -1,1 +1,1 @@
-"""Measured numbers; run from a clone, never installed."""
+"""Benchmarks, one file for each op and each model; run from a clone, never installed."""

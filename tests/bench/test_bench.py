@@ -162,3 +162,9 @@ def test_every_section_at_toy_sizes(python):
         blocks = (folder / Path(name).name).read_text().split(page.BEGIN)[1:]
         assert all(re.search(r"\d\.\d", block.partition(page.END)[0]) for block in blocks)
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_the_benchmarks_of_pytest(python):
+    words = "-q", "bench/ops.py", "--benchmark-disable", "-k", "add_rms_norm and float32"
+    assert "2 passed" in python("-m", "pytest", *words).stdout
