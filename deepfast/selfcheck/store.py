@@ -57,9 +57,9 @@ def _driver() -> str:
         if version := re.search(r"\b\d+\.[\d.]+", text):
             return version[0]
     # As on WSL. What the driver's library says is the version of its CUDA alone.
-    version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return str(version.value)
+    number = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    return str(number.value)
 
 
 def _triton() -> str:
