@@ -252,14 +252,14 @@ class Attachment:
         # After an interrupt an old pass may still be open.
         if current.pass_ is not None and not compiling and _calls_itself(module):
             pass_.outer = current.pass_
-        current.pass_ = pass_
+        current.set_pass(pass_)
 
     def end(self, module: nn.Module, _args, output) -> None:
         """After that forward; after an exception the output is None."""
         pass_ = self.current.pass_
         if pass_ is None or pass_.opener is not module:
             return
-        self.current.pass_ = pass_.outer
+        self.current.set_pass(pass_.outer)
         if not torch.compiler.is_compiling():
             self.watch(self.current.warns)
         pass_.history.close()

@@ -55,8 +55,8 @@ class Current:
         # A graph that breaks leaves its pass to eager code.
         return self.here.pass_ or self.trace.pass_
 
-    @pass_.setter
-    def pass_(self, pass_: "Pass | None") -> None:
+    # Not a setter, which the compiler of torch 2.11 does not trace: it would run behind the graph.
+    def set_pass(self, pass_: "Pass | None") -> None:
         self.trace.pass_ = None
         self.here.pass_ = pass_
 

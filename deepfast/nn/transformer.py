@@ -246,7 +246,8 @@ class TransformerEncoder(_Stack):
         """Real tokens (T, D) to (T, D).
 
         Args:
-            states: a list to append the states between the layers to, see `Connection.forward`.
+            states: a list to append the states between the layers to, see `Connection.forward`. It
+                keeps them alive.
             language: index of the language whose layers latent depth uses.
 
         Raises:
@@ -254,7 +255,8 @@ class TransformerEncoder(_Stack):
         """
         check_packed("TransformerEncoder", "x", x_TD, packing, self.dim)
         options = [{"packing": packing}] * len(self.layers)
-        return self.connection(x_TD, self._calls(options, self.gates(language)), states)
+        note = None if states is None else states.append
+        return self.connection(x_TD, self._calls(options, self.gates(language)), note)
 
 
 class TransformerDecoder(_Stack):
@@ -299,7 +301,8 @@ class TransformerDecoder(_Stack):
 
         Args:
             encoded_TD: what all layers attend to, or one tensor for each layer.
-            states: a list to append the states between the layers to, see `Connection.forward`.
+            states: a list to append the states between the layers to, see `Connection.forward`. It
+                keeps them alive.
             language: index of the language whose layers latent depth uses.
 
         Raises:
@@ -310,7 +313,8 @@ class TransformerDecoder(_Stack):
         # Each layer projects it, and so decides whether keys and values are kept.
         each = self._each(encoded_TD, encoded_packing)
         options = [shared | {"encoded": encoded} for encoded in each]
-        return self.connection(x_TD, self._calls(options, self.gates(language)), states)
+        note = None if states is None else states.append
+        return self.connection(x_TD, self._calls(options, self.gates(language)), note)
 
     def _each(self, encoded_TD: Tensor | Sequence[Tensor], packing: Packing) -> Sequence[Tensor]:
         """The encoder output that each layer attends to."""
@@ -375,4 +379,4 @@ class TransformerDecoder(_Stack):
                 else call
                 for call, layer, step in zip(calls, self.layers, cache.steps, strict=True)
             ]
-        return self.connection(x_BD, calls, states)
+        return self.connection(x_BD, calls, None if states is None else states.append)

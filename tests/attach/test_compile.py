@@ -52,6 +52,14 @@ def test_the_numbers_of_eager_code(form, name, backend, options):
     torch.testing.assert_close(gradients(model, got), wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_hooks_compiled_apart_from_the_forward():
+    """As those of a compiled module of one's own: `nn.Module.__call__` is not in the graph."""
+    model = Loop()
+    deepfast.connect(model, norm="pre")
+    wanted = model(X)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), wanted)
+
+
 @SLOW
 def test_a_pass_that_leaves_its_graph():
     """A graph break inside of the loop gives the same numbers, or ends with a sentence."""

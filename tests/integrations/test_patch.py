@@ -55,14 +55,19 @@ def test_norms(kind, options):
             out = norm(x)
             return [out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters()])]
 
-        want, handle = run(), deepfast.patch(norm)
+        # In bfloat16 a model's own norm rounds more than once and is off by up to 0.05. So the
+        # values come from fp32.
+        plain = copy.deepcopy(norm).float()
+        dtypes, want = [w.dtype for w in run()], run(plain, x.detach().float().requires_grad_())
+        handle = deepfast.patch(norm)
         assert handle.replaced == {kind.__name__: 1}
         got = run()
         handle.remove()
         assert type(norm) is kind
+        assert [g.dtype for g in got] == dtypes
         for tolerance, g, w in zip((0.02, 0.05, 0.05, 0.05), got, want, strict=False):
             close = {} if exact else {"rtol": 0.02, "atol": tolerance}
-            torch.testing.assert_close(g, w, **close)
+            torch.testing.assert_close(g.float(), w, **close)
 
 
 @pytest.mark.filterwarnings("ignore:deepfast.patch left")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from deepfast import backend as backends
 from deepfast.connections import CONNECTIONS
@@ -180,6 +181,15 @@ def test_dropout_of_1_leaves_the_embedding_alone(options):
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(m(x), naive(m, x, gates=[0.0] * LAYERS))
     close(m.eval()(x), naive(m, x, gates=[1.0 if z is None else z for z in m.gates()]))
+
+
+@EVERY
+def test_states_where_a_wrapper_copies_the_arguments(options):
+    """As FSDP2 does in some versions of torch."""
+    m, x = shaken_stack(TransformerEncoder, options).eval(), leaf(2, 4, DIM)
+    expected = states_and_output(m, x)
+    m.connection.register_forward_pre_hook(lambda _, given: tree_map(lambda x: x, given))
+    assert torch.equal(states_and_output(m, x), expected)
 
 
 @EVERY

@@ -1,6 +1,8 @@
 """The file of results: its key, broken lines, folders that cannot be written."""
 
+import ctypes
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,3 +96,13 @@ def test_each_kind_of_gpu_has_its_own_results(monkeypatch):
     a, b, c = (store.of(torch.device("cuda", i)) for i in range(3))
     assert b is c
     assert a.path != b.path
+
+
+def test_without_the_file_of_the_driver_its_library_says_the_version(monkeypatch, tmp_path):
+    def version(number):
+        number._obj.value = 13000
+
+    library = SimpleNamespace(cuDriverGetVersion=version)
+    monkeypatch.setattr(store, "Path", lambda _path: tmp_path / "none")
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": library}.__getitem__)
+    assert store._driver() == "13000"

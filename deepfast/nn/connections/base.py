@@ -6,7 +6,7 @@ this one, which shows its loop over the layers.
 
 import abc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,6 +82,11 @@ class StackCall(NamedTuple):
     ``layer(n, normed=None, part=part, **options)``, and the layer returns a branch."""
 
 
+Note = Callable[[Tensor], object] | None
+"""A function of a state, such as the ``append`` of a list: FSDP2 of torch 2.11 copies the lists
+among the arguments of a module."""
+
+
 class Connection(nn.Module, abc.ABC):
     """Runs the layers of a stack; a subclass has `forward`, the loop over them.
 
@@ -127,23 +132,15 @@ class Connection(nn.Module, abc.ABC):
         return [StackCall(layer, policy, options, part) for part in self.parts or (None,)]
 
     @abc.abstractmethod
-    def forward(
-        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, calls: Sequence[StackCall | None], note: Note = None) -> Tensor:
         """From the embedding (T, D) to the stack's output (T, D).
 
         Args:
             calls: one for each layer, or for each sublayer that reads. None skips the layer, its
                 norm and its state (pre-norm without a depth connection only).
-            states: a list to append the L + 1 states (T, D) to: the embedding, then the input of
-                each next layer (under a depth connection, its mixture). The list keeps them alive.
+            note: is called with each of the L + 1 states (T, D): the embedding, then the input of
+                each next layer (under a depth connection, its mixture).
         """
-
-
-def note(states: list[Tensor] | None, x: Tensor) -> None:
-    """Appends a state to the list that the caller of `Connection.forward` may have given."""
-    if states is not None:
-        states.append(x)
 
 
 def class_of(connection: str) -> Any:

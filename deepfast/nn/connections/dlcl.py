@@ -10,7 +10,7 @@ from deepfast.connections import CONNECTIONS
 from deepfast.depth.connection import DepthConnection
 from deepfast.depth.dlcl import DLCL
 from deepfast.depth.history import DepthHistory
-from deepfast.nn.connections.base import Connection, Options, StackCall, note, run_layer
+from deepfast.nn.connections.base import Connection, Note, Options, StackCall, run_layer
 from deepfast.nn.layer_norm import Norm, plain_norm
 from deepfast.ops import common
 
@@ -73,22 +73,21 @@ class Mixed(Connection):
     def depth(self) -> Any:  # type: ignore[override]
         return getattr(self, self.child)
 
-    def forward(
-        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, calls: Sequence[StackCall | None], note: Note = None) -> Tensor:
         (x,) = common.autocast(x)
         if self.norms is not None:
-            return self._pre_norm(x, calls, self.norms, states)
+            return self._pre_norm(x, calls, self.norms, note)
         history = DepthHistory()
         for call in (None, *calls):
             if call is not None:
                 x = run_layer(call, x, None, None, history)
             x = self.depth(x, history)
-            note(states, x)
+            if note is not None:
+                note(x)
         return x
 
     def _pre_norm(
-        self, x: Tensor, calls: Sequence[StackCall], norms: Sequence[Norm], states: list | None
+        self, x: Tensor, calls: Sequence[StackCall], norms: Sequence[Norm], note: Note
     ) -> Tensor:
         """`forward` in pre-norm."""
         history, branch, residual, p = DepthHistory(), x, None, 0.0
@@ -97,11 +96,11 @@ class Mixed(Connection):
                 # The last residual holds the layer's input and what every sublayer but the last has
                 # added. The state is what all of them have added.
                 residual = residual - x
-            shown = states is not None and row % self.reads == 0
+            shown = note is not None and row % self.reads == 0
             whole = call is not None and call.part is None
             x, n = self._read(branch, residual, p, norm, history, whole or shown)
             if shown:
-                note(states, x)
+                note(x)
             if call is None:
                 return n
             # Freed here, so that only the layer holds its input.

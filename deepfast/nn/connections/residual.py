@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepfast.nn.connections.base import Connection, StackCall, note, run_layer
+from deepfast.nn.connections.base import Connection, Note, StackCall, run_layer
 from deepfast.nn.layer_norm import add_norm
 from deepfast.ops import common
 
@@ -12,26 +12,24 @@ from deepfast.ops import common
 class Residual(Connection):
     """``x_{l+1} = y_l``: a layer reads the layer below it."""
 
-    def forward(
-        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, calls: Sequence[StackCall | None], note: Note = None) -> Tensor:
         (x,) = common.autocast(x)
         if self.norms is not None:
-            return self._pre_norm(x, calls, states)
-        note(states, x)
-        for call in calls:
-            x = run_layer(call, x, None, None, None)
-            note(states, x)
+            return self._pre_norm(x, calls, note)
+        for call in (None, *calls):
+            if call is not None:
+                x = run_layer(call, x, None, None, None)
+            if note is not None:
+                note(x)
         return x
 
-    def _pre_norm(
-        self, x: Tensor, calls: Sequence[StackCall | None], states: list[Tensor] | None
-    ) -> Tensor:
+    def _pre_norm(self, x: Tensor, calls: Sequence[StackCall | None], note: Note) -> Tensor:
         branch, residual = x, None
         used = [(call, norm) for call, norm in zip(calls, self.norms, strict=False) if call]
         for call, norm in (*used, (None, self.norms[-1])):
             n, x = add_norm(norm, branch, residual, self.dropout)
-            note(states, x)
+            if note is not None:
+                note(x)
             if call is None:
                 return n
             # Freed here, so that only the layer holds its input.
