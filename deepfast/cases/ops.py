@@ -133,7 +133,8 @@ def feed_forward(
         return F.linear(h, linears["down_weight"], linears["down_bias"]), s
 
     how = f"{norm['norm_type']}_norm, linear, {kind}, dropout, linear"
-    return Case(name, "layer_norm", given, run, plain, how)
+    product = 4 * rows.tokens * rows.dim * width
+    return Case(name, "layer_norm", given, run, plain, how, flops=(product, 2 * product))
 
 
 # ---- over depth ----------------------------------------------------------------------------------
