@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from bench import learned
+from bench.gpu.stages import PLANS, planned
 from bench.results import FOLDER, Result, path_of, read
 from deepfast.measure import pictures
 from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
 from deepfast.measure.pictures import BLUE, COLORS, GREEN, GREY
 from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW
 from deepfast.memory import POLICIES
+from deepfast.memory.timeline import CONTEXT
 from deepfast.mt.sweep.table import differences, interval, known, spread
 
 ROOT = Path(__file__).parents[1]
@@ -230,28 +232,52 @@ def captioned(section: str, text: Callable[[Numbers], str]) -> Block:
     return block
 
 
-def on_a_gpu(n: Numbers, _runs: list[dict]) -> str:
-    """Steps and launches of `make gpu`, from the files that it writes."""
-    return "\n".join(map(of_gpu, sorted(n.folder.glob("*.jsonl"))))
+def on_a_gpu(text: Callable[[dict[tuple, dict]], str], stage: str) -> Block:
+    """What a stage of `make gpu` measured, from the files that it writes."""
+
+    def block(n: Numbers, _runs: list[dict]) -> str:
+        return "\n".join(map(of_file, sorted(n.folder.glob("*.jsonl"))))
+
+    def of_file(path: Path) -> str:
+        rows, machine = dict[tuple, dict](), {}
+        for line in filter(None, path.read_text("utf-8").splitlines()):
+            row = json.loads(line)
+            machine = row.get("machine", machine)
+            if row["key"][0] == stage and "error" not in row:
+                rows[tuple(row["key"][1:])] = row
+        gpu, driver = machine["gpu"].split(", ")[:2]
+        about = f"{gpu}, driver {driver}, torch {machine['torch']}, {machine['date'][:10]}"
+        return f"{text(rows)}\n`make gpu STAGE={stage}`: {about}, {machine['commit']}.\n"
+
+    return block
 
 
-def of_gpu(path: Path) -> str:
-    rows, machine = dict[tuple, dict](), {}
-    for line in filter(None, path.read_text("utf-8").splitlines()):
-        row = json.loads(line)
-        machine = row.get("machine", machine)
-        if row["key"][0] == "ratio" and "seconds" in row and "nbytes" not in row:
-            rows[tuple(row["key"][1:])] = row
+def peaks(rows: dict[tuple, dict]) -> str:
+    """Plans, of the planner as it is now, beside peaks of torch's allocator."""
+    lines = []
+    for case in PLANS:
+        row = rows.get(("{} layers, {}, {}".format(*case), "peak"))
+        if row is not None:
+            plan, reserved = planned(*case), row["reserved_bytes"]
+            sizes = plan.peak - plan.table["allocator margin"], row["peak_bytes"], reserved
+            ratios = plan.peak / reserved, (plan.peak - CONTEXT) / reserved
+            numbers = [f"{n / 2**30:.2f}" for n in sizes] + [f"{x:.3f}" for x in ratios]
+            lines.append(["{} layers, {}, `{}`".format(*case), *numbers])
+    head = ["tensors of the plan", "allocated", "reserved", "plan / reserved"]
+    return markdown(["", *head, "without the context"], lines)
+
+
+def launches(rows: dict[tuple, dict]) -> str:
+    """Times of steps and launches, and what they are over the first form."""
     first, lines = dict[str, float](), []
     for (what, form), row in rows.items():
-        seconds, peak = row["seconds"], row.get("peak_bytes")
+        seconds, peak = row.get("seconds"), row.get("peak_bytes")
+        if seconds is None or "nbytes" in row:
+            continue
         ratio = seconds / first.setdefault(what, seconds)
         gib = f"{peak / 2**30:.1f}" if peak else ""
         lines.append([what, form, f"{seconds * 1e3:.3g}", f"{ratio:.2f}", gib])
-    gpu, driver = machine["gpu"].split(", ")[:2]
-    about = f"{gpu}, driver {driver}, torch {machine['torch']}, {machine['date'][:10]}"
-    table = markdown(["", "form", "ms", "over the first form", "peak, GiB"], lines)
-    return f'{table}\n`make gpu STAGE="build ratio"`: {about}, {machine["commit"]}.\n'
+    return markdown(["", "form", "ms", "over the first form", "peak, GiB"], lines)
 
 
 def learned_block(experiment: str) -> Block:
@@ -266,11 +292,11 @@ BLOCKS: dict[str, list[Block]] = {
         captioned("ops", ops),
         captioned("models", models),
         captioned("models", beams),
-        on_a_gpu,
+        on_a_gpu(launches, "ratio"),
         *map(learned_block, ("multi30k-depth", "phrases-depth", "language-model", "multi30k-tiny")),
     ],
     "README.md": [lambda n, _: step_sentence(n), lambda _, runs: learned_sentence(runs)],
-    "docs/memory.md": [captioned("memory", memory)],
+    "docs/memory.md": [captioned("memory", memory), on_a_gpu(peaks, "plans")],
 }
 """Page -> what fills its blocks, in their order."""
 

@@ -6,6 +6,7 @@ Without a stage all run, in the order of their worth. Each ends within four minu
     right     `deepfast selfcheck`: every launch against float64, and a training step
     ratio     the bandwidth of a copy; training steps with DLCL and attention residuals over plain
               ones; what a launch costs the host
+    plans     peaks of steps beside what `deepfast plan` predicts
     copy      the connections and every op beside a copy, torch and `torch.compile`
     workload  the training step that Fast-AttnRes published, in each form that is installed
     curves    losses of 200 steps in bf16 beside those of torch
@@ -117,6 +118,7 @@ STAGES: dict[str, Callable[[Rows], None]] = {
     "build": compile_kernels,
     "right": right,
     "ratio": lambda rows: rows.measure("ratio", stages.ratio(rows)),
+    "plans": lambda rows: rows.measure("plans", stages.plans(rows)),
     "copy": lambda rows: rows.measure("copy", stages.copy(rows)),
     "workload": lambda rows: rows.measure("workload", workload.workload(rows)),
     "curves": lambda rows: rows.measure("curves", workload.curves(rows)),

@@ -1,4 +1,5 @@
-"""The stages ratio and copy: training steps, launches, connections and ops beside torch's."""
+"""The stages ratio, plans and copy: training steps, launches, peaks, connections and ops beside
+torch's."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from bench.gpu import workload
 from bench.gpu.rows import BF16, Item, Rows
-from deepfast import backend, nn, ops
+from deepfast import backend, memory, nn, ops
 from deepfast.cases import sizes
 from deepfast.cases.case import Case, torch_dropout
 from deepfast.clock import on_cpu
@@ -65,6 +66,58 @@ def launches(rows: Rows) -> Iterator[Item]:
         parts = [kind.to(rows.device) for kind in (nn.DLCL(layers, D, backend=by), nn.LayerNorm(D))]
         run = partial(stack, *parts)
         yield "launch between two layers", form, partial(measure, run, layers + 1)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+PLANS = (
+    (30, "dlcl", "none"), (30, "dlcl", "layer+input"), (30, "residual", "none"),
+    (30, "attnres", "none"), (100, "dlcl", "none"), (100, "dlcl", "ffn"),
+)  # fmt: skip
+"""Layers, connection and recompute policy of an encoder."""
+OF_PLANS = (8192, 512, 128)
+"""Tokens, D and tokens of a sentence."""
+
+
+def planned(layers: int, connection: str, policy: str) -> memory.Plan:
+    T, D, length = OF_PLANS
+    return memory.plan(
+        budget="1TiB", num_layers=layers, dim=D, tokens=T, length=length, connection=connection,
+        recompute=policy, vocab_size=0, decoder_layers=0,
+    )  # fmt: skip
+
+
+def plans(rows: Rows) -> Iterator[Item]:
+    """Peaks of training steps by torch's allocator, for the page that has the plans beside them."""
+    T, D, length = rows.size(OF_PLANS, (16, 16, 8))
+
+    def measure(layers: int, connection: str, policy: str) -> dict:
+        heads = max(1, D // workload.HEAD_WIDTH)
+        options = {"dropout": 0.1, "connection": connection, "recompute": policy}
+        encoder = nn.TransformerEncoder(layers, D, heads, 4 * D, **options).to(rows.device)
+        adam = torch.optim.Adam(encoder.parameters(), fused=True)
+        x, grad = (torch.randn(T, D, device=rows.device).to(BF16) for _ in range(2))
+        for step in range(7):
+            if step == 2 and not rows.dry:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            with torch.autocast(rows.device, BF16):
+                y = encoder.forward_packed(
+                    (x * 1).requires_grad_(), nn.Packing(T // length, length)
+                )
+            y.backward(grad.to(y.dtype))
+            adam.step()
+            adam.zero_grad()
+        if rows.dry:
+            return {"note": "no peak"}
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        note = f"{planned(layers, connection, policy).peak / reserved:.3f} of it planned"
+        return {"peak_bytes": peak, "reserved_bytes": reserved, "note": note}
+
+    for layers, connection, policy in rows.size(PLANS, ((2, "dlcl", "none"),)):
+        what = f"{layers} layers, {connection}, {policy}"
+        yield what, "peak", partial(measure, layers, connection, policy)
 
 
 # ---- copy ----------------------------------------------------------------------------------------
