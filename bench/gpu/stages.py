@@ -96,7 +96,8 @@ def plans(rows: Rows) -> Iterator[Item]:
         options = {"dropout": 0.1, "connection": connection, "recompute": policy}
         encoder = nn.TransformerEncoder(layers, D, heads, 4 * D, **options).to(rows.device)
         adam = torch.optim.Adam(encoder.parameters(), fused=True)
-        x, grad = (torch.randn(T, D, device=rows.device).to(BF16) for _ in range(2))
+        x = torch.randn(T, D, device=rows.device)
+        grad = torch.randn_like(x).to(BF16)
         for step in range(7):
             if step == 2 and not rows.dry:
                 torch.cuda.synchronize()
