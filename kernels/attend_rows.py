@@ -3,15 +3,15 @@
     attend_rows    out_b = sum_k p_lk v_k for up to 16 rows l, with each row's softmax statistics
     attend_pull    out_j = what later rows l add to dv_j,  dq_l,  db_lj
 
-Each is a few kernels, between which the scores and weights of every token, row and state are in
-memory. These numbers are few beside the channels of a state.
+Each launches a few kernels. Between them the scores and weights of each token, row and state are in
+memory, few numbers beside the channels of a state.
 
     attend_rows    S = r V Q^T + b,  P = softmax(S),  out = P V
     attend_pull    S again,  dS from P and G V^T,  out = P G + r dS Q - c V,  dq = dS r V
 
-A product over channels, S and G V^T, is one of matrices: for a state with a tile of tokens, where
-all tokens share the other factor, else for a token with 16 rows and 16 states. Sums over states or
-rows use FMA: a program has the 8 sums of a token in registers and reads each state once.
+For a score all tokens share the query: a product of a tile of tokens with a state. For G V^T
+nothing is shared: a product of 16 rows and 16 states for each token. Sums over states or rows use
+FMA: a program has the sums of a token in registers and reads each state or gradient once.
 """
 
 import torch
@@ -32,15 +32,13 @@ from .mix_rows import ROWS, sum_into
 from .near_sum import STAGES
 from .sums import Sum, sum_partials
 
-SUMS = 8
-"""States or rows whose sums a program has in registers."""
-CHANNELS = 1024
-"""Of them it has at most this many channels."""
+SUMS = 8192
+"""Sums of a token that a program has: of 8 states or rows 1,024 channels, of 16 half as many."""
 SIDE = tl.constexpr(16)
 """Rows and states of a product of one token."""
 # Numbers that change from launch to launch; no compiled variant depends on them.
 NUMBERS = [
-    *("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "rows", "first_out"),
+    *("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "first_out"),
     *("step_out", "first_slot", "step_slot"),
 ]
 
@@ -67,10 +65,11 @@ def attend_scores_kernel(
     RELU: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """S of a state and BT tokens for BL rows, in a table (T, K, L); with RELU the weights."""
-    j = tl.program_id(1)
+    # Programs of one tile and further rows run side by side, and read it from the L2 cache.
+    groups, j = tl.cdiv(L, BL), tl.program_id(1)
     k = slot(first_k, j, step_k)
-    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    o_l = tl.program_id(2) * BL + tl.arange(0, BL)
+    o_t = (tl.program_id(0) // groups).to(tl.int64) * BT + tl.arange(0, BT)
+    o_l = tl.program_id(0) % groups * BL + tl.arange(0, BL)
     o_q, m_t, m_l = slot(first_row, o_l, step_row), o_t < T, o_l < L
     p_v, p_q = p_states + k * s_n + o_t[:, None] * s_state, p_query + o_q[None, :] * D
     b_s = tl.zeros((BT, BL), dtype=tl.float32)
@@ -110,14 +109,16 @@ def attend_softmax_kernel(
     b_most = tl.max(b_s, axis=1)
     p_stat = p_stats + slot(first_out, o_l, step_out) * 2 * T + o_t
     if p_kept is not None:
+        # Both before the sum below, for which warps wait: the stores replace them.
         b_before = tl.load(p_stat, mask=m_r, other=float("-inf"))
+        b_kept = tl.load(p_stat + T, mask=m_r, other=0.0)
         b_most = tl.maximum(b_most, b_before)
     # The difference of two scores of -inf is NaN, but their weights must be 0.
     b_from = tl.where(b_most == float("-inf"), 0.0, b_most)
     b_p = tl.exp(b_s - b_from[:, None])
     b_total = tl.sum(b_p, axis=1)
     if p_kept is not None:
-        b_kept = tl.exp(b_before - b_from) * tl.load(p_stat + T, mask=m_r, other=0.0)
+        b_kept *= tl.exp(b_before - b_from)
         b_total += b_kept
     b_divisor = tl.where(b_total == 0, 1.0, b_total)
     tl.store(p_s, b_p / b_divisor[:, None], mask=m_s)
@@ -159,13 +160,13 @@ def attend_values_kernel(
 @varying("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "first_slot",
          "step_slot")  # fmt: skip
 def attend_slopes_kernel(
-    p_grads, p_states, p_bias, p_scores, p_stats, p_weights, p_ds, p_back,
+    p_grads, p_states, p_bias, p_scores, p_stats, p_ds, p_back,
     T, R, first_slot, step_slot, first_row, step_row, L, first_k, step_k, K,
     s_grads, s_grad, s_n, s_state,
     RELU: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """P and dS of a token, (T, L, K), from its scores (T, K, L); and the sums of dS (q . n) over
-    the rows, (T, K)."""
+    """From a token's scores without a bias, (T, K, L): P in their place, dS, (T, L, K), and the
+    sums of dS S over the rows, (T, K)."""
     t = tl.program_id(0).to(tl.int64)
     o_k, o_i = tl.arange(0, SIDE), tl.arange(0, SIDE)
     m_k, k = o_k < K, slot(first_k, o_k, step_k)
@@ -183,7 +184,11 @@ def attend_slopes_kernel(
             b_g = tl.load(p_g + o_d[None, :], mask=m_l[:, None] & m_d[None, :], other=0.0)
             b_v = tl.load(p_v + o_d[:, None], mask=m_d[:, None] & m_k[None, :], other=0.0)
             b_slope = dot(b_g, b_v, b_slope)
-        b_s = tl.load(p_scores + (t * K + o_k[None, :]) * L + o_l[:, None], mask=m, other=0.0)
+        p_s = p_scores + (t * K + o_k[None, :]) * L + o_l[:, None]
+        b_dot = tl.load(p_s, mask=m, other=0.0)
+        b_s = b_dot
+        if p_bias is not None:
+            b_s += tl.load(p_bias + row[:, None] * R + k[None, :], mask=m, other=0.0)
         if RELU:
             b_p = relu(b_s)
             b_ds = tl.where(b_s > 0, b_slope, 0.0)
@@ -194,12 +199,9 @@ def attend_slopes_kernel(
             b_delta = tl.load(p_row + 2 * T, mask=m_l, other=0.0)[:, None]
             b_p = tl.exp(b_s - b_most) / b_total
             b_ds = b_p * (b_slope - b_delta)
-        if p_bias is not None:
-            b_s -= tl.load(p_bias + row[:, None] * R + k[None, :], mask=m, other=0.0)
-        b_back += tl.sum(tl.where(m, b_ds * b_s, 0.0), axis=0)
-        o_ds = (t * L + o_l[:, None]) * K + o_k[None, :]
-        tl.store(p_weights + o_ds, b_p, mask=m)
-        tl.store(p_ds + o_ds, b_ds, mask=m)
+        b_back += tl.sum(tl.where(m, b_ds * b_dot, 0.0), axis=0)
+        tl.store(p_s, b_p, mask=m)
+        tl.store(p_ds + (t * L + o_l[:, None]) * K + o_k[None, :], b_ds, mask=m)
     tl.store(p_back + t * K + o_k, b_back, mask=m_k)
 
 
@@ -225,10 +227,10 @@ def attend_pull_kernel(
     for i in tl.range(0, L, num_stages=STAGES):
         p_g = p_grads + slot(first_slot, i, step_slot) * s_grads
         b_g = tl.load(p_g + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_p = tl.load(p_weights + i * K + o_k, mask=m_k, other=0.0)
+        b_p = tl.load(p_weights + o_k * L + i, mask=m_k, other=0.0)
         b_c = tl.load(p_ds + i * K + o_k, mask=m_k, other=0.0) * b_r
         b_q = tl.zeros((BD,), dtype=tl.float32)
-        if i < L:  # The queries stay in the L1 cache.
+        if i < L:  # Programs beside this one read the same queries, from the L1 cache.
             b_q = tl.load(p_query + slot(first_row, i, step_row) * D + o_d, mask=m_d, other=0.0)
         b_u += b_p[:, None] * b_g[None, :] + b_c[:, None] * b_q[None, :]
     b_c = b_r * b_r * tl.load(p_back + t * K + o_k, mask=m_k, other=0.0) / D
@@ -276,7 +278,7 @@ def attend_query_kernel(
         tl.store(p_dbias + o_db, b_db, mask=m_l[:, None] & (o_k < stored))
 
 
-def scores(a, rows, L, sources, K, RELU):
+def scores(a, bias, rows, L, sources, K, RELU):
     """S of L rows and K states, (T, K, L) fp32."""
     _, T, D = a.states.shape
     table = a.query.new_empty(T, K, L)
@@ -285,8 +287,8 @@ def scores(a, rows, L, sources, K, RELU):
         sides = {"BT": 32, "BL": 16, "BD": 32}
     if K > 0 and L > 0:
         call(
-            attend_scores_kernel, (cdiv(T, sides["BT"]), K, cdiv(L, sides["BL"])),
-            a.states, a.query, a.bias, a.source_rstd, table,
+            attend_scores_kernel, (cdiv(T, sides["BT"]) * cdiv(L, sides["BL"]), K),
+            a.states, a.query, bias, a.source_rstd, table,
             T, a.query.shape[0], *sources, K, *rows, L, a.states.stride(0), a.states.stride(1),
             RELU=RELU, D=D, **sides, num_warps=4,
         )  # fmt: skip
@@ -294,11 +296,12 @@ def scores(a, rows, L, sources, K, RELU):
 
 
 def sums(states, count):
-    """The grid of a kernel with ``count`` sums of each token, and its options."""
+    """For ``count`` sums of each token: how many of them a program has, the grid, the options."""
     _, T, D = states.shape
-    BD = min(CHANNELS, max(16, next_power_of_2(D)))
-    num_warps = max(1, BD * states.element_size() // 512)
-    return (T, cdiv(count, SUMS), cdiv(D, BD)), {"D": D, "BD": BD, "num_warps": num_warps}
+    B = 8 if count <= 8 else 16
+    BD = min(SUMS // B, max(16, next_power_of_2(D)))
+    num_warps = max(1, B * BD * states.element_size() // 4096)
+    return B, (T, cdiv(count, B), cdiv(D, BD)), {"D": D, "BD": BD, "num_warps": num_warps}
 
 
 @launcher
@@ -308,7 +311,7 @@ def attend_rows(a):
     for L, row, place in progressions(a.rows, a.out_rows, limit=ROWS):
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
             accumulate, kept = a.accumulate or i > 0, None
-            weights = scores(a, row, L, k, K, a.kind == "relu")
+            weights = scores(a, a.bias, row, L, k, K, a.kind == "relu")
             if a.kind != "relu":
                 kept = a.query.new_empty(T, L) if accumulate else None
                 BK = next_power_of_2(max(1, K))
@@ -317,10 +320,10 @@ def attend_rows(a):
                     attend_softmax_kernel, (cdiv(T * L, BR),), weights, a.out_stats, kept,
                     T, K, L, *place, BR=BR, BK=BK, num_warps=4,
                 )  # fmt: skip
-            grid, options = sums(a.states, L)
+            BL, grid, options = sums(a.states, L)
             call(
                 attend_values_kernel, grid, a.states, weights, kept, a.out, K, L, *k, *place,
-                *strides, ACCUMULATE=accumulate, BL=SUMS, **options,
+                *strides, ACCUMULATE=accumulate, BL=BL, **options,
             )  # fmt: skip
 
 
@@ -331,22 +334,21 @@ def attend_pull(a):
     for K, k, place in progressions(a.sources, a.out_rows, limit=ROWS):
         pieces = progressions(a.rows, a.grad_slots, limit=max(1, len(a.rows)))
         for i, (L, row, slots) in enumerate(pieces):
-            table = scores(a, row, L, k, K, False)
-            weights, ds = a.query.new_empty(2, T, L, K)
-            back = a.query.new_empty(T, K)
+            weights = scores(a, None, row, L, k, K, False)
+            ds, back = a.query.new_empty(T, L, K), a.query.new_empty(T, K)
             call(
                 attend_slopes_kernel, (T,),
-                a.grads, a.states, a.bias, table, a.stats, weights, ds, back,
+                a.grads, a.states, a.bias, weights, a.stats, ds, back,
                 T, a.query.shape[0], *slots, *row, L, *k, K, *of_grads, *of_states,
                 RELU=a.kind == "relu", D=D, BD=128 // a.states.element_size(), num_warps=1,
             )  # fmt: skip
-            grid, options = sums(a.states, K)
+            BK, grid, options = sums(a.states, K)
             call(
                 attend_pull_kernel, grid,
                 a.grads, a.states, a.query, a.source_rstd, weights, ds, back, a.out,
                 T, *slots, *row, L, *k, K, *place,
                 *of_grads, *of_states, a.out.stride(0), a.out.stride(1),
-                ACCUMULATE=a.accumulate or i > 0, BK=SUMS, **options,
+                ACCUMULATE=a.accumulate or i > 0, BK=BK, **options,
             )  # fmt: skip
             if a.dquery is not None and L > 0:
                 query_grads(ds, a, k, range(row[0], row[0] + L * row[1], row[1]))

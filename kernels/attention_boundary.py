@@ -7,7 +7,7 @@
 
 `boundary` has the same with constant weights. As there, the near states but k, and the pulled rows
 and slots but row k's, are arithmetic progressions. For the gradients of the queries backward stores
-ds of each token and row, and the second kernel of `attend_rows` reads state k again.
+ds of each token and row, and `attend_query_kernel` reads state k again.
 """
 
 import triton

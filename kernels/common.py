@@ -55,13 +55,6 @@ def multiprocessors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else _properties(device.index).multi_processor_count
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; under the interpreter those of an H100."""
-    if device.type != "cuda":
-        return 227 << 10
-    return _properties(device.index).shared_memory_per_block_optin
-
-
 _properties = functools.cache(torch.cuda.get_device_properties)
 
 

@@ -96,6 +96,8 @@ def test_states_without_weight(dtype, kernels):
     stats[1, 0], stats[1, 1], out[1] = -math.inf, 0, 0
     given = {"out_stats": stats, "out": out, "accumulate": True, "rows": [16, 17]}
     agree(kernels, "attend_rows", dtype, T=5, D=24, **given)
+    for kind in ("softmax", "relu"):
+        agree(kernels, "attend_pull", dtype, T=3, D=16, bias=bias, kind=kind)
 
 
 @pytest.mark.parametrize(("name", "factors"), [
