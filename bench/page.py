@@ -46,7 +46,6 @@ class Numbers:
     """The results of the main machine, and those of others where they differ from them."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
         self.rows = read(path_of(folder))
         self.others = {
             path.stem.removeprefix("results-"): read(path)
@@ -235,8 +234,8 @@ def captioned(section: str, text: Callable[[Numbers], str]) -> Block:
 def on_a_gpu(text: Callable[[dict[tuple, dict]], str], stage: str) -> Block:
     """What a stage of `make gpu` measured, from the files that it writes."""
 
-    def block(n: Numbers, _runs: list[dict]) -> str:
-        return "\n".join(map(of_file, sorted(n.folder.glob("*.jsonl"))))
+    def block(_n: Numbers, _runs: list[dict]) -> str:
+        return "\n".join(map(of_file, sorted(FOLDER.glob("*.jsonl"))))
 
     def of_file(path: Path) -> str:
         rows, machine = dict[tuple, dict](), {}

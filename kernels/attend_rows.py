@@ -365,8 +365,7 @@ def query_grads(ds, a, sources, rows, sums=None, outs=()):
     """
     T, L, K = ds.shape
     D = a.states.shape[2]
-    BL = 16 if L <= 16 else 32
-    sides = {"BL": BL, "BT": 32, "BD": 2048 // BL, "BK": next_power_of_2(K)}
+    sides = {"BL": 16, "BT": 16, "BD": 128, "BK": next_power_of_2(K)}
     grid = cdiv(D, sides["BD"]), cdiv(L, sides["BL"])
     most = max(1, 4 * multiprocessors(a.states.device) // (grid[0] * grid[1]))
     chunks = even_programs(cdiv(T, sides["BT"]), most)
