@@ -36,16 +36,12 @@ SUMS = 8192
 """Sums of a token that a program has: of 8 states or rows 1,024 channels, of 16 half as many."""
 SIDE = tl.constexpr(16)
 """Rows and states of a product of one token."""
-# Numbers that change from launch to launch; no compiled variant depends on them.
-NUMBERS = [
-    *("T", "R", "K", "L", "first_k", "step_k", "first_row", "step_row", "first_out"),
-    *("step_out", "first_slot", "step_slot"),
-]
 
 
 def varying(*names: str):
-    """`triton.jit` for a kernel that has these of `NUMBERS`."""
-    return triton.jit(do_not_specialize=[name for name in NUMBERS if name in names])
+    """`triton.jit` for a kernel with numbers that change from launch to launch: no compiled variant
+    depends on them."""
+    return triton.jit(do_not_specialize=names)
 
 
 @triton.jit

@@ -104,9 +104,8 @@ def plans(rows: Rows) -> Iterator[Item]:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             with torch.autocast(rows.device, BF16):
-                y = encoder.forward_packed(
-                    (x * 1).requires_grad_(), nn.Packing(T // length, length)
-                )
+                state = x.to(BF16).requires_grad_()
+                y = encoder.forward_packed(state, nn.Packing(T // length, length))
             y.backward(grad.to(y.dtype))
             adam.step()
             adam.zero_grad()

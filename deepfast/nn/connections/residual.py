@@ -16,9 +16,10 @@ class Residual(Connection):
         (x,) = common.autocast(x)
         if self.norms is not None:
             return self._pre_norm(x, calls, note)
-        for call in (None, *calls):
-            if call is not None:
-                x = run_layer(call, x, None, None, None)
+        if note is not None:
+            note(x)
+        for call in calls:
+            x = run_layer(call, x, None, None, None)
             if note is not None:
                 note(x)
         return x
