@@ -35,11 +35,6 @@ VARIANTS = {
 }
 """Variant of a step over depth -> its name on the page, and the colour of its curve."""
 OF_A_COPY = "of a copy"
-DARK = {
-    "text_color": "#c9d1d9", "axes_edgecolor": "#8b949e", "axes_labelcolor": "#c9d1d9",
-    "xtick_color": "#c9d1d9", "ytick_color": "#c9d1d9", "grid_color": "#30363d",
-}  # fmt: skip
-"""The style of a figure for a dark page."""
 
 
 class Numbers:
@@ -322,11 +317,12 @@ def grouped(rows: Iterable[Result], title: Callable, name: Callable, value: Call
 
 
 def figure(path: Path, fill: Callable, found: dict, *size: float) -> None:
-    """Draws what was found, for a light page and for a dark one."""
-    for file, style in (path, {}), (path.with_stem(f"{path.stem}_dark"), DARK):
-        if found:
-            with pictures.picture(file, *size, ground="none", **style) as drawn:
-                fill(drawn, found)
+    """Draws what was found, for light pages and dark ones."""
+    if found:
+        with pictures.drawing(*size) as drawn:
+            fill(drawn, found)
+            svg = pictures.inline(drawn, path.stem, path.stem, pictures.THEMES)
+        path.write_text(svg, "utf-8")
 
 
 def dots(path: Path, found: dict[str, dict[str, list[float]]], at: float | None = 1) -> None:

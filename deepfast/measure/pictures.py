@@ -27,6 +27,11 @@ COLORS = {
     COMPILED: BLUE,
 }
 INK, GRID = "#555555", "#e4e4e4"
+THEMES = (
+    f"<style>svg {{ color: {INK}; --line: {GRID}; }} text {{ fill: currentColor; }} "
+    "@media (prefers-color-scheme: dark) { svg { color: #c9d1d9; --line: #30363d; } }</style>"
+)
+"""The colours of a picture on a light page and on a dark one."""
 WIDTH, HEIGHT = 4.3, 3.5
 STYLE = {
     "svg.fonttype": "none",
@@ -67,27 +72,23 @@ def drawing(width: float = WIDTH, height: float = HEIGHT, **changes: object) -> 
 
 
 @contextlib.contextmanager
-def picture(
-    path: Path, width: float = WIDTH, height: float = HEIGHT, *, ground: str = "white",
-    **changes: object,
-) -> Iterator[Any]:  # fmt: skip
+def picture(path: Path, width: float = WIDTH, height: float = HEIGHT) -> Iterator[Any]:
     """A figure to draw on, see `drawing`; at the end of the block it is written to ``path`` as SVG
-    or PNG, by the file's ending. ``ground`` is the colour behind it."""
-    with drawing(width, height, **changes) as figure:
+    or PNG, by the file's ending."""
+    with drawing(width, height) as figure:
         yield figure
         # Without a date, the same command writes the same file.
         metadata = {"Date": None} if path.suffix == ".svg" else None
         content = io.BytesIO()
         figure.savefig(
-            content, format=path.suffix[1:], dpi=200, bbox_inches="tight", facecolor=ground,
-            metadata=metadata,
-        )  # fmt: skip
+            content, format=path.suffix[1:], dpi=200, bbox_inches="tight", metadata=metadata
+        )
     write_atomically(path, content.getvalue())
 
 
-def inline(figure, name: str, title: str) -> str:
+def inline(figure, name: str, title: str, style: str = "") -> str:
     """SVG text for use inside HTML: its own ids, a title for screen readers, and the page's colours
-    for letters, axes and grid."""
+    for letters, axes and grid. With the rules of `THEMES` it is a file, which keeps its size."""
     figure.patch.set_visible(False)
     for axes in figure.axes:
         axes.patch.set_visible(False)
@@ -98,8 +99,9 @@ def inline(figure, name: str, title: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     head, _, rest = svg.partition(">")
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{title}">{rest}'
+    if not style:
+        head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{title}">{style}{rest}'
 
 
 def over_depth(
