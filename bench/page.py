@@ -265,13 +265,12 @@ def launches(rows: dict[tuple, dict]) -> str:
     """Times of steps and launches, and what they are over the first form."""
     first, lines = dict[str, float](), []
     for (what, form), row in rows.items():
-        seconds, peak = row.get("seconds"), row.get("peak_bytes")
+        seconds = row.get("seconds")
         if seconds is None or "nbytes" in row:
             continue
         ratio = seconds / first.setdefault(what, seconds)
-        gib = f"{peak / 2**30:.1f}" if peak else ""
-        lines.append([what, form, f"{seconds * 1e3:.3g}", f"{ratio:.2f}", gib])
-    return markdown(["", "form", "ms", "over the first form", "peak, GiB"], lines)
+        lines.append([what, form, f"{seconds * 1e3:.3g}", f"{ratio:.2f}"])
+    return markdown(["", "form", "ms", "over the first form"], lines)
 
 
 def learned_block(experiment: str) -> Block:

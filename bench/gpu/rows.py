@@ -1,6 +1,7 @@
 """The rows of a GPU, a file of JSON lines, and how one is measured."""
 
 import faulthandler
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -79,6 +80,8 @@ class Rows:
                 fields = {"error": f"{type(error).__name__}: {error}"[:2000]}
             faulthandler.cancel_dump_traceback_later()
             self.add(stage, what, form, **fields)
+            # A step refers to itself; its memory would count as the next one's.
+            gc.collect()
             if not self.dry:
                 # After a fault of the device every call fails, so this ends the process.
                 torch.cuda.synchronize()

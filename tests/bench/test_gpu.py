@@ -1,8 +1,10 @@
 """`make gpu` without a GPU: its rows, its processes, and its dry run."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -47,6 +49,26 @@ def test_which_rows_are_measured(tmp_path, monkeypatch):
     told = table(later.read())
     assert "2.0000 ms   1.000 of the first  2 GB/s" in told
     assert "0.500 of the first  ERROR it failed" in told
+
+
+def test_no_memory_of_a_row_counts_in_the_next(tmp_path):
+    """A step that refers to itself lives until Python collects cycles."""
+    left = []
+
+    def leave():
+        step = torch.nn.Identity()
+        step.itself = step
+        left.append(weakref.ref(step))
+        return {"alive": left[0]() is not None}
+
+    gc.disable()
+    try:
+        items = [("what", form, leave) for form in "ab"]
+        Rows(tmp_path / "rows.jsonl", dry=True).measure("stage", items)
+    finally:
+        gc.enable()
+    rows = Rows(tmp_path / "rows.jsonl").read()
+    assert [row["alive"] for row in rows.values()] == [True, False]
 
 
 @pytest.mark.slow
