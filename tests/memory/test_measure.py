@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepfast
 from deepfast.memory import LiveBytes, measure
 from deepfast.nn import TransformerEncoder
 
@@ -27,6 +28,15 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
+def connected():
+    """Its sublayers are checked where they have values."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    sublayers = (("norm1", "dropout1"), ("norm2", "dropout2"))
+    deepfast.connect(model, norm="pre", connection="attnres", sublayers=sublayers)
+    return model
+
+
 def step(model):
     model(X).square().mean().backward()
 
@@ -39,6 +49,7 @@ def padded(model):
 @pytest.mark.parametrize(("make", "run", "data"), [
     (lambda: nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), step, "none"),
     (lambda: TransformerEncoder(4, 32, 2, 64, recompute="layer"), step, "none"),
+    (connected, step, "none"),
     # Views of the batch, which is not the step's.
     (lambda: nn.Linear(32, 1), step, "none"),
     (lambda: nn.Sequential(nn.Unflatten(0, (4, 1)), nn.Conv2d(1, 4, 3)), step, "none"),
