@@ -107,8 +107,6 @@ def activation_bwd_kernel(
 @launcher
 def activation_forward(a):
     T, F = a.h.shape
-    if T == 0:
-        return
     sides = tile(F, a.h.element_size())
     programs = cdiv(T, sides["BT"]) * cdiv(F, sides["BF"])
     launch(activation_fwd_kernel, (programs,), a, T=T, F=F, RELU=a.kind == "relu", **sides)
@@ -127,10 +125,9 @@ def activation_backward(a):
     relu = a.kind == "relu"
     # The result of relu says where it and dropout made it 0.
     unread = {"p_bias": None, "p_seed": None} if relu else {}
-    if T > 0:
-        launch(
-            activation_bwd_kernel, (rows * columns,), a, p_partial=partial, T=T, F=F, RELU=relu,
-            maxnreg=registers, **unread, **sides,
-        )  # fmt: skip
+    launch(
+        activation_bwd_kernel, (rows * columns,), a, p_partial=partial, T=T, F=F, RELU=relu,
+        maxnreg=registers, **unread, **sides,
+    )  # fmt: skip
     if partial is not None:
         sum_partials(partial, a.dbias)

@@ -240,8 +240,6 @@ def attention_boundary_bwd_kernel(
 @launcher
 def attention_boundary_forward(a):
     _, T, D = a.states.shape
-    if T == 0:
-        return
     near = passed_near("attention_boundary", tuple(a.near), a.k)
     tile = attend_tile(D, a.states.element_size(), 8)
     launch(
@@ -267,14 +265,12 @@ def attention_boundary_backward(a):
     channels = a.dout_norm_weight, a.dout_norm_bias
     if any(d is not None for d in channels):
         sums = a.query.new_empty(programs, 2, 1, D)
-    if T > 0:
-        launch(
-            attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds,
-            p_sums=sums, T=T, R=a.query.shape[0], **near, **pulls.numbers,
-            s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), RELU=a.kind == "relu", D=D, **tile._asdict(),
-            maxnreg=registers,
-        )  # fmt: skip
+    launch(
+        attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds, p_sums=sums,
+        T=T, R=a.query.shape[0], **near, **pulls.numbers,
+        s_n=a.states.stride(0), s_state=a.states.stride(1), s_grad=a.grads.stride(1),
+        RELU=a.kind == "relu", D=D, **tile._asdict(), maxnreg=registers,
+    )  # fmt: skip
     if ds is not None:
         query_grads(ds, a, (a.k, 1), pulls.rows, sums, channels)
     elif sums is not None:

@@ -264,8 +264,6 @@ def boundary_bwd_kernel(
 @launcher
 def boundary_forward(a):
     _, T, D = a.states.shape
-    if T == 0:
-        return
     near = passed_near("boundary", tuple(a.near), a.k)
     tile = forward_tile(D, a.states.element_size())
     launch(
@@ -290,15 +288,13 @@ def boundary_backward(a):
     channels = (a.dnorm_weight, a.dnorm_bias, a.dout_norm_weight, a.dout_norm_bias)
     if any(d is not None for d in channels):
         sums = a.weight.new_empty(programs, 4, 1, D)
-    if T > 0:
-        launch(
-            boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
-            R=a.weight.shape[0], **near, **pulls.numbers,
-            s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), VECTOR=vector,
-            NP=max(8, next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
-            maxnreg=registers,
-        )  # fmt: skip
+    launch(
+        boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
+        R=a.weight.shape[0], **near, **pulls.numbers,
+        s_n=a.states.stride(0), s_state=a.states.stride(1), s_grad=a.grads.stride(1),
+        VECTOR=vector, NP=max(8, next_power_of_2(len(pulls.rows))), D=D, **tile._asdict(),
+        maxnreg=registers,
+    )  # fmt: skip
     parts = [] if dots is None else _dot_sums(dots, a.dweight, pulls, a.k)
     if sums is not None:
         sum_partials(sums, *channels, more=parts.pop() if parts else None)

@@ -243,8 +243,6 @@ def depth_attention_forward(a):
     tile = row_tile(D, a.out.element_size(), per_thread=32, num_warps=4)
     more = SOURCES.value < K
     carried = a.out.new_empty(T * H, D, dtype=torch.float32) if more else None
-    if T == 0:
-        return
     for first in range(0, K, SOURCES.value):
         group = source_group(a.sources, first)
         launch(
@@ -259,8 +257,6 @@ def depth_attention_forward(a):
 def depth_attention_backward(a):
     (T, D), K = a.sources[0].shape, len(a.sources)
     H = a.scores.shape[2] if a.query is None else a.query.shape[0]
-    if T == 0:
-        return None if a.dquery is None else a.dquery.zero_()
     tile = row_tile(D, a.dout.element_size(), per_thread=16, num_warps=4)
     sides = tile._asdict() | {"D": D}
     delta = torch.empty_like(a.most) if H > 1 and a.most is not None else None
@@ -300,4 +296,3 @@ def depth_attention_backward(a):
             )  # fmt: skip
     if learns:
         sum_partials(partial.flatten(0, 1), a.dquery)
-    return None

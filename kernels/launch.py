@@ -141,7 +141,10 @@ def _hooked() -> bool:
 
 
 def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    """``kernel[programs](*args, **options)``, with all arguments in the kernel's order."""
+    """``kernel[programs](*args, **options)``, with all arguments in the kernel's order. Of no
+    programs nothing is compiled."""
+    if 0 in programs:
+        return
     variant = compiled = None
     if not INTERPRETED:
         of, driver, ask = known(kernel), triton.runtime.driver.active, thread.ask

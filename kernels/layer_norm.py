@@ -161,8 +161,6 @@ def layer_norm_bwd_kernel(
 @launcher
 def layer_norm_forward(a):
     T, D = a.x.shape
-    if T == 0:
-        return
     tile = forward_tile(D, a.x.element_size())
     # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
     registers = 128 if a.dropout_p > 0 else None
@@ -179,10 +177,9 @@ def layer_norm_backward(a):
     partial = None
     if a.dweight is not None or a.dbias is not None:
         partial = a.rstd.new_empty(programs, 2, 1, D)
-    if T > 0:
-        launch(
-            layer_norm_bwd_kernel, (programs,), a, p_partial=partial, T=T, D=D,
-            maxnreg=registers, **tile._asdict(),
-        )  # fmt: skip
+    launch(
+        layer_norm_bwd_kernel, (programs,), a, p_partial=partial, T=T, D=D, maxnreg=registers,
+        **tile._asdict(),
+    )  # fmt: skip
     if partial is not None:
         sum_partials(partial, a.dweight, a.dbias)
