@@ -42,11 +42,9 @@ def _load(p_h, p_bias, s_h, o_row, o_f, m, F: tl.constexpr):
 
 @triton.jit
 def _dropped(b_x, p_seed, o_t, first, threshold, scale, BT: tl.constexpr, BF: tl.constexpr):
-    if p_seed is not None:
-        b_x = tl.reshape(b_x, (1, BT, BF))
-        b_x = dropout(b_x, p_seed, o_t, threshold, scale, 1, BT, BF, first)
-        b_x = tl.reshape(b_x, (BT, BF))
-    return b_x
+    b_x = tl.reshape(b_x, (1, BT, BF))
+    b_x = dropout(b_x, p_seed, o_t, threshold, scale, 1, BT, BF, first)
+    return tl.reshape(b_x, (BT, BF))
 
 
 @triton.jit

@@ -30,6 +30,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SOURCES = tl.constexpr(16)
 """Tensors that a launch takes as a tuple."""
 
+STAGES = tl.constexpr(3)
+"""Of a loop over states or gradients: two are copied ahead, to shared memory. Triton copies all
+that a loop loads but under a condition, so loads of what the L1 cache has stand under one."""
+
 
 class RowTile(NamedTuple):
     """The sides of a tile and the number of warps of a launch."""
@@ -118,30 +122,19 @@ def passed_near(op: str, near: tuple[int, ...], k: int) -> dict[str, int]:
     return others._asdict() | {"READS_OWN": k in near}
 
 
-class Pulls(NamedTuple):
-    """The rows of a block that pull a state, as a boundary's kernel takes them."""
-
-    rows: list[int]
-    """All of them, row k itself first."""
-    steps: Progression | None
-    """The same where they ascend as a progression."""
-    numbers: dict[str, int]
-    """The kernel's arguments: the progressions of the others, and whether row k is one."""
-
-
 @functools.cache
-def passed_pulls(op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int) -> Pulls:
-    """The kernel adds row k's own gradient first, from registers."""
+def passed_pulls(
+    op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int
+) -> tuple[list[int], dict[str, int]]:
+    """The rows of a block that pull a state, and the kernel's arguments for them. The kernel adds
+    row k's own gradient first, from registers."""
     others = [(row, slot) for row, slot in zip(rows, slots, strict=True) if row != k]
     first_row, row_step, pulls = _passed(op, "pull_rows", [row for row, _ in others])
     first_slot, slot_step, _ = _passed(op, "pull_slots", [slot for _, slot in others])
-    numbers = {
+    return [k] * (k in rows) + [row for row, _ in others], {
         "first_row": first_row, "row_step": row_step, "first_slot": first_slot,
         "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": k in rows,
     }  # fmt: skip
-    all_rows = [k] * (k in rows) + [row for row, _ in others]
-    steps = progression(all_rows)
-    return Pulls(all_rows, steps if steps and steps.step > 0 else None, numbers)
 
 
 def progressions(*columns, limit):
@@ -235,22 +228,26 @@ def dropout(
     b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     first=0,
 ):  # fmt: skip
-    """Applies dropout to a (BA, BT, BC) tile: ``x * scale`` where kept, 0 elsewhere.
+    """Applies dropout to a (BA, BT, BC) tile: ``x * scale`` where kept, 0 elsewhere. Without a seed
+    it stays as it is.
 
     Channel 8a + 2w + h of token t takes half h of word w of the Philox counter
     (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`.
 
-    o_t: (BT,) int64, the tokens. first: the first channel of the tile, a multiple of 8.
+    o_t: (BT,), the tokens. first: the first channel of the tile, a multiple of 8.
     """
-    groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
-    groups += first // 8
-    zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
-    low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
-    high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros
-    w0, w1, w2, w3 = tl.philox(tl.load(p_seed), groups.to(tl.uint32) + zeros, low, high, zeros)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BA, BT, BC)).to(tl.int32)
-    return tl.where(draws >= threshold, b_x * scale, 0.0)
+    if p_seed is not None:
+        o_t = o_t.to(tl.int64)
+        groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
+        groups += first // 8
+        zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
+        low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
+        high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros
+        w0, w1, w2, w3 = tl.philox(tl.load(p_seed), groups.to(tl.uint32) + zeros, low, high, zeros)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BA, BT, BC)).to(tl.int32)
+        b_x = tl.where(draws >= threshold, b_x * scale, 0.0)
+    return b_x
 
 
 @triton.jit
@@ -275,6 +272,31 @@ def load_rows(p, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 def store_rows(p, b_x, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
     tl.store(p, tl.reshape(rounded(b_x, p.dtype.element_ty), (BA * BT, BC)), mask=m)
+
+
+@triton.jit
+def load_again(b_x, p, m):
+    """A tile (BA, BT, BC), as ``b_x`` is, that further tiles read too. ``p``, ``m``: flat."""
+    b_y = tl.load(p, mask=m, other=0.0, eviction_policy="evict_last")
+    return tl.reshape(b_y, b_x.shape)
+
+
+@triton.jit
+def store_tile(p, s_row, o_row, o_d, m, b_x):
+    """Stores a tile rounded to the dtype of ``p``; nothing where ``p`` is None."""
+    if p is not None:
+        store_rows(p + o_row * s_row + o_d, b_x, m, b_x.shape[0], b_x.shape[1], b_x.shape[2])
+
+
+@triton.jit
+def load_stat(p, o_t, m_t, other=0.0):
+    """One number for each token, as (1, BT, 1)."""
+    return tl.load(p + o_t, mask=m_t, other=other)[None, :, None]
+
+
+@triton.jit
+def store_stat(p, b_stat, o_t, m_t):
+    tl.store(p + o_t, tl.reshape(b_stat, o_t.shape), mask=m_t)
 
 
 @triton.jit
@@ -318,3 +340,32 @@ def norm_backward(b_dn, b_n, b_rstd, D, RMS: tl.constexpr = False):
         return b_rstd * (b_dn - b_n * (row_sum(b_dn * b_n) / D))
     else:
         return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
+
+
+@triton.jit
+def store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
+                 o_t, o_row, o_d, m_t, m_c, m, D, eps, RMS: tl.constexpr):  # fmt: skip
+    """Stores ``out = LN(x)`` and its statistics."""
+    b_out, b_mean, b_rstd = normalise(b_x, m_c, D, eps, RMS)
+    if p_norm_weight is not None:
+        b_out *= load_again(b_out, p_norm_weight + o_d, m)
+    if p_norm_bias is not None:
+        b_out += load_again(b_out, p_norm_bias + o_d, m)
+    store_tile(p_out, s_out, o_row, o_d, m, b_out)
+    if not RMS:
+        store_stat(p_mean, b_mean, o_t, m_t)
+    store_stat(p_rstd, b_rstd, o_t, m_t)
+
+
+@triton.jit
+def output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_d, m_c, m, D,
+                    RMS: tl.constexpr):  # fmt: skip
+    """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
+    if not RMS:
+        b_x -= b_mean
+    b_hat = tl.where(m_c, b_x * b_rstd, 0.0)  # x normalised
+    b_bias = b_dout.to(tl.float32)
+    b_d = b_bias
+    if p_norm_weight is not None:
+        b_d *= load_again(b_d, p_norm_weight + o_d, m)
+    return norm_backward(b_d, b_hat, b_rstd, D, RMS), b_bias * b_hat, b_bias
