@@ -26,12 +26,6 @@ def slot(first, i, step):
 
 
 @triton.jit
-def rms_norm(b_v, D, eps):
-    """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
-    return tl.rsqrt(row_sum(b_v * b_v) / D + eps)
-
-
-@triton.jit
 def relu(b_s):
     """NaN stays NaN."""
     return tl.where(b_s <= 0, 0.0, b_s)

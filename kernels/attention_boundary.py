@@ -13,13 +13,14 @@ ds of each token and row, and `attend_query_kernel` reads state k again.
 import triton
 import triton.language as tl
 
-from .attend import end_sum, join, no_sum, pull, rms_norm, slot
+from .attend import end_sum, join, no_sum, pull, slot
 from .attend_rows import query_grads
 from .common import (
     STAGES,
     dropout,
     even_programs,
     flat_rows,
+    inverse_rms,
     load_again,
     load_rows,
     load_stat,
@@ -119,7 +120,7 @@ def attention_boundary_fwd_kernel(
         b_y = rounded(b_y, p_states.dtype.element_ty)
         store_rows(p_own + o_row * s_state + o_d, b_y, m, BA, BT, BC)
         b_v = b_y.to(tl.float32)
-        b_rstd = rms_norm(b_v, D, eps)
+        b_rstd = inverse_rms(b_v, D, eps)
         store_stat(p_own_rstd, b_rstd, o_t, m_t)
     elif READS_OWN:
         b_v = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC).to(tl.float32)

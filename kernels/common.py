@@ -16,7 +16,7 @@ Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,14 +62,12 @@ def multiprocessors(device: torch.device) -> int:
 _properties = functools.cache(torch.cuda.get_device_properties)
 
 
-def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
-    """Up to 16 tensors, filled up with the first one: one compiled variant serves any number."""
+def source_group(tensors, first: int, name: str = "sources") -> dict[str, Any]:
+    """The kernels' arguments for up to 16 tensors from ``first`` on, None where there are none.
+    They are filled up with the first one: one compiled variant serves any number."""
     group = tuple(tensors[first : first + SOURCES.value])
-    return group + group[:1] * (SOURCES.value - len(group))
-
-
-def row_strides(tensors) -> tuple[int, ...]:
-    return tuple(x.stride(0) for x in tensors)
+    group += group[:1] * (SOURCES.value - len(group))
+    return {name: group or None, f"s_{name}": tuple(x.stride(0) for x in group) or None}
 
 
 def even_programs(tiles: int, most: int) -> int:
@@ -316,6 +314,12 @@ def row_sum(b_x):
 
 
 @triton.jit
+def inverse_rms(b_x, D, eps):
+    """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
+    return tl.rsqrt(row_sum(b_x * b_x) / D + eps)
+
+
+@triton.jit
 def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
     """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
 
@@ -329,7 +333,7 @@ def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
         b_mean = row_sum(b_x) / D
         b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
         b_x = tl.where(m_d, b_x - b_mean, 0.0)
-    b_rstd = tl.rsqrt(row_sum(b_x * b_x) / D + eps)
+    b_rstd = inverse_rms(b_x, D, eps)
     return b_x * b_rstd, b_mean, b_rstd
 
 
