@@ -255,7 +255,7 @@ def attention_boundary_forward(a):
     launch(
         attention_boundary_fwd_kernel, (cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
         R=a.query.shape[0], **near, s_state=a.states.stride(1), RELU=a.kind == "relu", D=D,
-        maxnreg=residency(16, tile.num_warps).registers, **tile._asdict(),
+        maxnreg=residency(16, tile.num_warps)[1], **tile._asdict(),
     )  # fmt: skip
 
 

@@ -1,18 +1,20 @@
 """Code that all kernel files share.
 
-Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
-a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
-BT, BD, BK the sides of a tile. A launcher takes the operands of its
-launch as one record (`deepfast.launches`), computes what the function of its name in
-`deepfast.reference` computes, and checks nothing. It writes into tensors that the caller
-allocates. A missing operand is None, and Triton compiles a variant for it. A parameter ``p_NAME``
-of a kernel is the operand NAME where the launcher says nothing else: see `launch`.
+Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_`` a mask,
+``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights; BT, BD,
+BK the sides of a tile. A launcher takes the operands of its launch as one record
+(`deepfast.launches`), computes what the function of its name in `deepfast.reference` computes, and
+checks nothing. It writes into tensors that the caller allocates. A missing operand is None, and
+Triton compiles a variant for it. A parameter ``p_NAME`` of a kernel is the operand NAME where the
+launcher says nothing else: see `launch`.
 
 Kernels that hold whole rows use tiles (BA, BT, BC): BT tokens with BA * BC channels, where (a, c)
 is channel ``a * BC + c``. Triton spreads BC over the threads of a row, 16 bytes each, BT over
 further warps, and BA over registers. A plain (BT, BD) tile would spread each row over all warps.
 Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with three sides Triton
-3.6 would spread BA over warps. D is a constexpr, so that rows without a remainder need no mask.
+3.6 would spread BA over warps. Its tokens ``o_row``, channels ``o_d`` and mask ``m`` are then flat;
+``o_c`` and ``m_c``, (BA, 1, BC), are channels of the tile. D is a constexpr, so that rows without a
+remainder need no mask.
 """
 
 import functools
@@ -75,18 +77,12 @@ def even_programs(tiles: int, most: int) -> int:
     return cdiv(tiles, max(1, cdiv(tiles, most)))
 
 
-class Residency(NamedTuple):
-    """Programs that run at once on a multiprocessor, and the registers left to each thread."""
-
-    programs: int
-    registers: int
-
-
 @functools.cache
-def residency(warps: int, num_warps: int) -> Residency:
-    """For ``warps`` per multiprocessor, which has 65536 registers, allocated in groups of eight."""
+def residency(warps: int, num_warps: int) -> tuple[int, int]:
+    """Programs that run at once on a multiprocessor, for ``warps`` in all, and the registers left
+    to each thread: there are 65536, allocated in groups of eight."""
     programs = max(1, warps // num_warps)
-    return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
+    return programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8)
 
 
 class Progression(NamedTuple):
