@@ -65,7 +65,7 @@ def _add_state(b_x, b_most, b_total, b_v, b_q, b_r, p_bias, row, k, R, RELU: tl.
 @triton.jit
 def _far_and_near(
     b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, row, first, step, count, T, R,
-    s_states, s_state, s_partial, o_t, o_row, o_d, m_t, m,
+    s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m,
     RELU: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The sum of a row over ``partial``, a weighted mean, and the near states but its own."""
@@ -76,7 +76,7 @@ def _far_and_near(
             b_most = load_stat(p_partial_stats, o_t, m_t)
             b_total = load_stat(p_partial_stats + T, o_t, m_t)
             b_x *= b_total
-    p_states += o_row * s_state + o_d
+    p_states += o_row * s1_states + o_d
     for i in tl.range(0, count, num_stages=STAGES):
         k = slot(first, i, step)
         b_v = load_rows(p_states + k * s_states, m, BA, BT, BC).to(tl.float32)
@@ -92,7 +92,7 @@ def attention_boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_query, p_bias, p_partial, p_partial_stats,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_rstd, p_stats, p_out_mean, p_out_rstd,
     T, R, k, first, step, count, eps, out_eps, threshold, scale,
-    s_branch, s_residual, s_states, s_state, s_partial, s_x, s_out,
+    s_branch, s_residual, s_states, s1_states, s_partial, s_x, s_out,
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def attention_boundary_fwd_kernel(
     b_q = load_rows(p_query + k * D + o_d, o_d < D, BA, BT, BC)
     b_x, b_most, b_total = _far_and_near(
         b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
-        s_states, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
+        s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = dropout(b_y.to(tl.float32), p_seed, o_t, threshold, scale, BA, BT, BC)
@@ -118,12 +118,12 @@ def attention_boundary_fwd_kernel(
             b_y += b_r.to(tl.float32)
         # Mixes the rounded state, which is what later rows read.
         b_y = rounded(b_y, p_states.dtype.element_ty)
-        store_rows(p_own + o_row * s_state + o_d, b_y, m, BA, BT, BC)
+        store_rows(p_own + o_row * s1_states + o_d, b_y, m, BA, BT, BC)
         b_v = b_y.to(tl.float32)
         b_rstd = inverse_rms(b_v, D, eps)
         store_stat(p_own_rstd, b_rstd, o_t, m_t)
     elif READS_OWN:
-        b_v = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC).to(tl.float32)
+        b_v = load_rows(p_own + o_row * s1_states + o_d, m, BA, BT, BC).to(tl.float32)
         b_rstd = load_stat(p_own_rstd, o_t, m_t)
     if READS_OWN:
         b_x, b_most, b_total = _add_state(
@@ -148,7 +148,8 @@ def attention_boundary_bwd_kernel(
     p_ds, p_sums,
     T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot, slot_step, pulls,
     threshold, scale,
-    s_states, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
+    s_states, s1_states, s_partial, s_dx, s_dout, s_grads, s1_grads, s_pulled, s_dbranch,
+    s_dresidual,
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +164,7 @@ def attention_boundary_bwd_kernel(
         o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
         o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
-        b_n = load_rows(p_states + k * s_states + o_row * s_state + o_d, m, BA, BT, BC)
+        b_n = load_rows(p_states + k * s_states + o_row * s1_states + o_d, m, BA, BT, BC)
         b_r = load_stat(p_rstd + k * T, o_t, m_t)
         if p_dx is not None:
             b_dx = load_rows(p_dx + o_row * s_dx + o_d, m, BA, BT, BC)
@@ -173,7 +174,7 @@ def attention_boundary_bwd_kernel(
         if p_dout is not None or not RELU:
             b_x, b_most, b_total = _far_and_near(
                 b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count,
-                T, R, s_states, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
+                T, R, s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
                 b_x, b_most, b_total = _add_state(
@@ -193,7 +194,7 @@ def attention_boundary_bwd_kernel(
             b_g += b_dx.to(tl.float32)
         # Pulls and stores the rounded gradient, which is what other states read.
         b_g = rounded(b_g, p_grads.dtype.element_ty)
-        store_rows(p_g + o_row * s_grad + o_d, b_g, m, BA, BT, BC)
+        store_rows(p_g + o_row * s1_grads + o_d, b_g, m, BA, BT, BC)
         b_g = b_g.to(tl.float32)
         b_most, b_total, b_delta = 0.0, 1.0, 0.0
         if not RELU:
@@ -213,7 +214,7 @@ def attention_boundary_bwd_kernel(
             )
             if p_ds is not None:
                 tl.store(p_ds + o_t.to(tl.int64) * L, tl.reshape(b_ds, (BT,)), mask=m_t)
-        p_tile = p_grads + (o_row * s_grad + o_d)
+        p_tile = p_grads + (o_row * s1_grads + o_d)
         for i in tl.range(0, pulls, num_stages=STAGES):
             row = slot(first_row, i, row_step)
             b_gl = load_rows(p_tile + slot(first_slot, i, slot_step) * s_grads, m, BA, BT, BC)
@@ -254,7 +255,7 @@ def attention_boundary_forward(a):
     tile = row_tile(D, a.states.element_size(), per_thread=PER_THREAD, num_warps=8)
     launch(
         attention_boundary_fwd_kernel, (cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
-        R=a.query.shape[0], **near, s_state=a.states.stride(1), RELU=a.kind == "relu", D=D,
+        R=a.query.shape[0], **near, RELU=a.kind == "relu", D=D,
         maxnreg=residency(16, tile.num_warps)[1], **tile._asdict(),
     )  # fmt: skip
 
@@ -275,8 +276,8 @@ def attention_boundary_backward(a):
         sums = a.query.new_empty(programs, 2, 1, D)
     launch(
         attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds, p_sums=sums,
-        T=T, R=a.query.shape[0], **near, **pulls, s_state=a.states.stride(1),
-        s_grad=a.grads.stride(1), RELU=a.kind == "relu", D=D, maxnreg=registers, **tile._asdict(),
+        T=T, R=a.query.shape[0], **near, **pulls, RELU=a.kind == "relu", D=D, maxnreg=registers,
+        **tile._asdict(),
     )  # fmt: skip
     if ds is not None:
         query_grads(ds, a, (a.k, 1), rows, sums, channels)

@@ -76,7 +76,7 @@ def _add_state(
 @triton.jit
 def _far_and_near(
     p_partial, p_states, p_weight, p_norm_weight, p_norm_bias, row, first, step, count, R,
-    s_partial, s_states, s_state, o_row, o_d, m, D,
+    s_partial, s_states, s1_states, o_row, o_d, m, D,
     VECTOR: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """``partial + sum over near of W[row, k] * (n_k * norm_weight_k + norm_bias_k)``."""
@@ -85,7 +85,7 @@ def _far_and_near(
         b_x += load_rows(p_partial + o_row * s_partial + o_d, m, BA, BT, BC).to(tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         k = (first + i * step).to(tl.int64)
-        b_n = load_rows(p_states + k * s_states + o_row * s_state + o_d, m, BA, BT, BC)
+        b_n = load_rows(p_states + k * s_states + o_row * s1_states + o_d, m, BA, BT, BC)
         if i < count:
             b_x = _add_state(
                 b_x, b_n, p_weight, p_norm_weight, p_norm_bias, row, k, R, D, o_d, m, VECTOR
@@ -128,7 +128,7 @@ def boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_weight, p_norm_weight, p_norm_bias, p_partial,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_source_rstd, p_out_mean, p_out_rstd,
     T, R, k, first, step, count, source_eps, out_eps, threshold, scale,
-    s_branch, s_residual, s_states, s_state, s_partial, s_x, s_out,
+    s_branch, s_residual, s_states, s1_states, s_partial, s_x, s_out,
     NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
     READS_OWN: tl.constexpr, VECTOR: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -146,7 +146,7 @@ def boundary_fwd_kernel(
             b_r = load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC)
     b_x = _far_and_near(
         p_partial, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
-        s_partial, s_states, s_state, o_row, o_d, m, D, VECTOR, BA, BT, BC,
+        s_partial, s_states, s1_states, o_row, o_d, m, D, VECTOR, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
         b_y = dropout(b_y.to(tl.float32), p_seed, o_t, threshold, scale, BA, BT, BC)
@@ -157,9 +157,9 @@ def boundary_fwd_kernel(
             store_stat(p_source_rstd, b_rstd, o_t, m_t)
         # Mixes the rounded state, which is what later rows read.
         b_n = rounded(b_y, p_states.dtype.element_ty)
-        store_rows(p_own + o_row * s_state + o_d, b_n, m, BA, BT, BC)
+        store_rows(p_own + o_row * s1_states + o_d, b_n, m, BA, BT, BC)
     elif READS_OWN:
-        b_n = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC)
+        b_n = load_rows(p_own + o_row * s1_states + o_d, m, BA, BT, BC)
     if READS_OWN:
         b_x = _add_state(b_x, b_n, p_weight, p_norm_weight, p_norm_bias, k, k, R, D, o_d, m, VECTOR)
     store_tile(p_x, s_x, o_row, o_d, m, b_x)
@@ -183,7 +183,8 @@ def boundary_bwd_kernel(
     p_dresidual, p_dots, p_sums,
     T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot,
     slot_step, pulls, threshold, scale,
-    s_states, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
+    s_states, s1_states, s_partial, s_dx, s_dout, s_grads, s1_grads, s_pulled, s_dbranch,
+    s_dresidual,
     NORM_SOURCE: tl.constexpr, SOURCE_RMS: tl.constexpr, OUT_RMS: tl.constexpr,
     READS_OWN: tl.constexpr,
     PULLS_OWN: tl.constexpr, VECTOR: tl.constexpr, NP: tl.constexpr,
@@ -207,7 +208,7 @@ def boundary_bwd_kernel(
         m_t = o_t < T
         o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
         # Used last, but loaded now, so that they arrive while the near states are summed.
-        b_n = load_rows(p_states + k * s_states + o_row * s_state + o_d, m, BA, BT, BC)
+        b_n = load_rows(p_states + k * s_states + o_row * s1_states + o_d, m, BA, BT, BC)
         b_source_rstd = load_stat(p_source_rstd, o_t, m_t) if NORM_SOURCE else None
         if p_dx is not None:
             b_dx = load_rows(p_dx + o_row * s_dx + o_d, m, BA, BT, BC)
@@ -218,7 +219,7 @@ def boundary_bwd_kernel(
             b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
             b_x = _far_and_near(
                 p_partial, p_states, p_weight, p_norm_weight, p_norm_bias, k, first, step, count, R,
-                s_partial, s_states, s_state, o_row, o_d, m, D, VECTOR, BA, BT, BC,
+                s_partial, s_states, s1_states, o_row, o_d, m, D, VECTOR, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
                 b_x = _add_state(
@@ -240,7 +241,7 @@ def boundary_bwd_kernel(
         # Loaded here, because above its fp32 values would be too many for the registers.
         if p_pulled is not None:
             b_u += load_rows(p_pulled + o_row * s_pulled + o_d, m, BA, BT, BC)
-        o_grad = o_row * s_grad + o_d
+        o_grad = o_row * s1_grads + o_d
         store_rows(p_g + o_grad, b_g, m, BA, BT, BC)
         begun = begin >= tl.num_programs(0) * BT
         # u = pulled + sum_l W[l, k] g_l and dW[l, k] = <g_l, z_k> over the rows l of the block. The
@@ -288,7 +289,7 @@ def boundary_forward(a):
     tile = row_tile(D, itemsize, per_thread=16 // itemsize, num_warps=8)
     launch(
         boundary_fwd_kernel, (cdiv(T, tile.BT),), a, T=T, R=a.weight.shape[0], **near,
-        s_state=a.states.stride(1), VECTOR=a.weight.dim() == 3, D=D, **tile._asdict(),
+        VECTOR=a.weight.dim() == 3, D=D, **tile._asdict(),
     )  # fmt: skip
 
 
@@ -310,10 +311,9 @@ def boundary_backward(a):
     if any(d is not None for d in channels):
         sums = a.weight.new_empty(programs, 4, 1, D)
     launch(
-        boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T,
-        R=a.weight.shape[0], **near, **pulls,
-        s_state=a.states.stride(1), s_grad=a.grads.stride(1), VECTOR=vector,
-        NP=max(8, next_power_of_2(len(rows))), D=D, **tile._asdict(), maxnreg=registers,
+        boundary_bwd_kernel, (programs,), a, p_dots=dots, p_sums=sums, T=T, R=a.weight.shape[0],
+        **near, **pulls, VECTOR=vector, NP=max(8, next_power_of_2(len(rows))), D=D,
+        maxnreg=registers, **tile._asdict(),
     )  # fmt: skip
     parts = [] if dots is None else _dot_sums(dots, a.dweight, rows, a.k)
     if sums is not None:
@@ -325,10 +325,8 @@ def boundary_backward(a):
 def _dot_sums(dots, dweight, rows, column) -> list[Sum]:
     """The programs' parts of ``dweight[rows, column]``: a sum for each progression of rows."""
     (step, *strides), N = dweight.stride(), dots.shape[2]
-    first, pieces = (
-        dweight.storage_offset() + column * strides[0],
-        progressions(rows, limit=len(rows)),
-    )
+    first = dweight.storage_offset() + column * strides[0]
+    pieces = progressions(rows, limit=len(rows))
     parts = [dots] if len(pieces) == 1 else dots.split([piece[0] for piece in pieces], 1)
     return [
         Sum(part, dweight.as_strided((count, N), (steps * step, 1), first + row * step))
