@@ -20,9 +20,7 @@ import triton.language as tl
 
 from .attention_tiles import (
     LN2,
-    backward_launch,
     finite,
-    forward_launch,
     kept,
     keys_launch,
     load_lse,
@@ -32,6 +30,7 @@ from .attention_tiles import (
     scores,
     sentence_and_head,
     side,
+    sides,
     store_rows,
 )
 from .common import dot, rounded
@@ -242,7 +241,8 @@ def attention_forward(a):
     N, (TQ, H, D) = a.cu_seqlens_q.numel() - 1, a.q.shape
     BD, G = side(D, 256), H // a.k.shape[1]
     left, right = reached(a.left, a.right, a.max_seqlen_q, a.max_seqlen_k)
-    tile, whole_row = forward_launch(a.max_seqlen_q, a.max_seqlen_k, BD, a.q.element_size())
+    itemsize = a.q.element_size()
+    tile, whole_row = sides(a.max_seqlen_q, a.max_seqlen_k, BD, itemsize, backward=False)
     launch(
         attention_fwd_kernel, (N * H, cdiv(a.max_seqlen_q, tile.BQ)), a, TQ=TQ, H=H,
         softmax_scale=float(a.scale), D=D, BD=BD, G=G, WHOLE_ROW=whole_row, LEFT=left, RIGHT=right,
@@ -255,7 +255,8 @@ def attention_backward(a):
     N, (TQ, H, D) = a.cu_seqlens_q.numel() - 1, a.q.shape
     BD, G = side(D, 256), H // a.k.shape[1]
     left, right = reached(a.left, a.right, a.max_seqlen_q, a.max_seqlen_k)
-    tile, whole_row = backward_launch(a.max_seqlen_q, a.max_seqlen_k, BD, a.q.element_size(), G)
+    itemsize = a.q.element_size()
+    tile, whole_row = sides(a.max_seqlen_q, a.max_seqlen_k, BD, itemsize, G, backward=True)
     given = {"TQ": TQ, "H": H, "softmax_scale": float(a.scale), "D": D, "BD": BD, "G": G}
     given |= {"LEFT": left, "RIGHT": right, "p_delta": None}
     if not whole_row:
