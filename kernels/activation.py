@@ -42,11 +42,9 @@ def _load(p_h, p_bias, s_h, o_row, o_f, m, F: tl.constexpr):
 
 @triton.jit
 def _dropped(b_x, p_seed, o_t, first, threshold, scale, BT: tl.constexpr, BF: tl.constexpr):
-    if p_seed is not None:
-        b_x = tl.reshape(b_x, (1, BT, BF))
-        b_x = dropout(b_x, p_seed, o_t, threshold, scale, 1, BT, BF, first)
-        b_x = tl.reshape(b_x, (BT, BF))
-    return b_x
+    b_x = tl.reshape(b_x, (1, BT, BF))
+    b_x = dropout(b_x, p_seed, o_t, threshold, scale, 1, BT, BF, first)
+    return tl.reshape(b_x, (BT, BF))
 
 
 @triton.jit
@@ -107,8 +105,6 @@ def activation_bwd_kernel(
 @launcher
 def activation_forward(a):
     T, F = a.h.shape
-    if T == 0:
-        return
     sides = tile(F, a.h.element_size())
     programs = cdiv(T, sides["BT"]) * cdiv(F, sides["BF"])
     launch(activation_fwd_kernel, (programs,), a, T=T, F=F, RELU=a.kind == "relu", **sides)
@@ -127,10 +123,9 @@ def activation_backward(a):
     relu = a.kind == "relu"
     # The result of relu says where it and dropout made it 0.
     unread = {"p_bias": None, "p_seed": None} if relu else {}
-    if T > 0:
-        launch(
-            activation_bwd_kernel, (rows * columns,), a, p_partial=partial, T=T, F=F, RELU=relu,
-            maxnreg=registers, **unread, **sides,
-        )  # fmt: skip
+    launch(
+        activation_bwd_kernel, (rows * columns,), a, p_partial=partial, T=T, F=F, RELU=relu,
+        maxnreg=registers, **unread, **sides,
+    )  # fmt: skip
     if partial is not None:
         sum_partials(partial, a.dbias)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .attend import relu, slot
 from .common import (
+    STAGES,
     dot,
     even_programs,
     multiprocessors,
@@ -29,7 +30,6 @@ from .common import (
 )
 from .launch import call, cdiv, launcher, next_power_of_2
 from .mix_rows import ROWS, sum_into
-from .near_sum import STAGES
 from .sums import Sum, sum_partials
 
 SUMS = 8192

@@ -13,26 +13,19 @@ ds of each token and row, and `attend_query_kernel` reads state k again.
 import triton
 import triton.language as tl
 
-from .attend import (
-    begin_sum,
-    end_pull,
-    end_sum,
-    join,
-    join_states,
-    load_query,
-    no_sum,
-    pull,
-    pull_rows,
-    rms_norm,
-)
+from .attend import end_sum, join, no_sum, pull, slot
 from .attend_rows import query_grads
 from .common import (
-    RowTile,
+    STAGES,
     dropout,
     even_programs,
     flat_rows,
+    inverse_rms,
+    load_again,
     load_rows,
+    load_stat,
     multiprocessors,
+    output_backward,
     passed_near,
     passed_pulls,
     residency,
@@ -40,25 +33,17 @@ from .common import (
     row_channels,
     row_sum,
     row_tile,
-    store_rows,
-    store_sum,
-)
-from .launch import cdiv, launch, launcher
-from .near_sum import (
-    load_stat,
-    output_backward,
     store_output,
+    store_rows,
     store_stat,
+    store_sum,
     store_tile,
 )
+from .launch import cdiv, launch, launcher
 from .sums import sum_partials
 
-
-def attend_tile(D: int, itemsize: int, num_warps: int) -> RowTile:
-    """16 elements of each operand per thread, so that a row of 512 channels is a warp's."""
-    return row_tile(D, itemsize, per_thread=16, num_warps=num_warps)
-
-
+PER_THREAD = 16
+"""Elements of each operand, so that a row of 512 channels is a warp's."""
 FORWARD_NUMBERS = ["T", "threshold", "k", "first", "step", "count"]
 BACKWARD_NUMBERS = [
     *FORWARD_NUMBERS,
@@ -69,28 +54,37 @@ ENTRIES = ["p_seed", "p_partial_stats", "p_out_mean", "p_out_rstd"]
 
 
 @triton.jit
+def _add_state(b_x, b_most, b_total, b_v, b_q, b_r, p_bias, row, k, R, RELU: tl.constexpr):
+    """`join` of state k to the sum of a row."""
+    b_s = row_sum(b_v * b_q) * b_r
+    if p_bias is not None:
+        b_s += tl.load(p_bias + row * R + k)
+    return join(b_x, b_most, b_total, b_s, b_v, RELU)
+
+
+@triton.jit
 def _far_and_near(
-    b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
-    s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m,
+    b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, row, first, step, count, T, R,
+    s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m,
     RELU: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The sum of row k over ``partial`` and the near states but k."""
+    """The sum of a row over ``partial``, a weighted mean, and the near states but its own."""
     b_x, b_most, b_total = no_sum(BA, BT, BC)
     if p_partial is not None:
         b_x = load_rows(p_partial + o_row * s_partial + o_d, m, BA, BT, BC).to(tl.float32)
         if not RELU:
-            b_x, b_most, b_total = begin_sum(b_x, p_partial_stats, p_partial_stats + T, o_t, m_t)
-    return join_states(
-        b_x, b_most, b_total, b_q, p_states, p_bias, p_rstd, k, first, step, count, T, R,
-        s_n, s_state, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
-    )  # fmt: skip
-
-
-@triton.jit
-def _own_score(b_v, b_q, b_r, p_bias, k, R):
-    """Of row k and state k, (1, BT, 1)."""
-    b_s = row_sum(b_v * b_q) * b_r
-    return b_s if p_bias is None else b_s + tl.load(p_bias + k * R + k)
+            b_most = load_stat(p_partial_stats, o_t, m_t)
+            b_total = load_stat(p_partial_stats + T, o_t, m_t)
+            b_x *= b_total
+    p_states += o_row * s1_states + o_d
+    for i in tl.range(0, count, num_stages=STAGES):
+        k = slot(first, i, step)
+        b_v = load_rows(p_states + k * s_states, m, BA, BT, BC).to(tl.float32)
+        b_r = load_stat(p_rstd + k * T, o_t, m_t)
+        b_x, b_most, b_total = _add_state(
+            b_x, b_most, b_total, b_v, b_q, b_r, p_bias, row, k, R, RELU
+        )
+    return b_x, b_most, b_total
 
 
 @triton.jit(do_not_specialize=FORWARD_NUMBERS, do_not_specialize_on_alignment=ENTRIES)
@@ -98,7 +92,7 @@ def attention_boundary_fwd_kernel(
     p_branch, p_residual, p_seed, p_states, p_query, p_bias, p_partial, p_partial_stats,
     p_out_norm_weight, p_out_norm_bias, p_x, p_out, p_rstd, p_stats, p_out_mean, p_out_rstd,
     T, R, k, first, step, count, eps, out_eps, threshold, scale,
-    s_branch, s_residual, s_n, s_state, s_partial, s_x, s_out,
+    s_branch, s_residual, s_states, s1_states, s_partial, s_x, s_out,
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -107,35 +101,34 @@ def attention_boundary_fwd_kernel(
     m_t, m_c = o_t < T, row_channels(BA, BC) < D
     o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
     k = k.to(tl.int64)
-    p_own, p_own_rstd = p_states + k * s_n, p_rstd + k * T
+    p_own, p_own_rstd = p_states + k * s_states, p_rstd + k * T
     # Loaded now, so that they arrive while the near states are summed.
     if p_branch is not None:
         b_y = load_rows(p_branch + o_row * s_branch + o_d, m, BA, BT, BC)
         if p_residual is not None:
             b_r = load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC)
-    b_q = load_query(p_query, k, o_d, D, BA, BT, BC)
+    b_q = load_rows(p_query + k * D + o_d, o_d < D, BA, BT, BC)
     b_x, b_most, b_total = _far_and_near(
         b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count, T, R,
-        s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
+        s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
     )  # fmt: skip
     if p_branch is not None:
-        b_y = b_y.to(tl.float32)
-        if p_seed is not None:
-            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
+        b_y = dropout(b_y.to(tl.float32), p_seed, o_t, threshold, scale, BA, BT, BC)
         if p_residual is not None:
             b_y += b_r.to(tl.float32)
         # Mixes the rounded state, which is what later rows read.
         b_y = rounded(b_y, p_states.dtype.element_ty)
-        store_rows(p_own + o_row * s_state + o_d, b_y, m, BA, BT, BC)
+        store_rows(p_own + o_row * s1_states + o_d, b_y, m, BA, BT, BC)
         b_v = b_y.to(tl.float32)
-        b_rstd = rms_norm(b_v, D, eps)
+        b_rstd = inverse_rms(b_v, D, eps)
         store_stat(p_own_rstd, b_rstd, o_t, m_t)
     elif READS_OWN:
-        b_v = load_rows(p_own + o_row * s_state + o_d, m, BA, BT, BC).to(tl.float32)
+        b_v = load_rows(p_own + o_row * s1_states + o_d, m, BA, BT, BC).to(tl.float32)
         b_rstd = load_stat(p_own_rstd, o_t, m_t)
     if READS_OWN:
-        b_s = _own_score(b_v, b_q, b_rstd, p_bias, k, R)
-        b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
+        b_x, b_most, b_total = _add_state(
+            b_x, b_most, b_total, b_v, b_q, b_rstd, p_bias, k, k, R, RELU
+        )
     if not RELU:
         store_stat(p_stats + k * 3 * T, b_most, o_t, m_t)
         store_stat(p_stats + k * 3 * T + T, b_total, o_t, m_t)
@@ -155,7 +148,8 @@ def attention_boundary_bwd_kernel(
     p_ds, p_sums,
     T, R, k, grad_slot, first, step, count, first_row, row_step, first_slot, slot_step, pulls,
     threshold, scale,
-    s_n, s_state, s_partial, s_dx, s_dout, s_grads, s_grad, s_pulled, s_dbranch, s_dresidual,
+    s_states, s1_states, s_partial, s_dx, s_dout, s_grads, s1_grads, s_pulled, s_dbranch,
+    s_dresidual,
     RELU: tl.constexpr, OUT_RMS: tl.constexpr, READS_OWN: tl.constexpr, PULLS_OWN: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -170,21 +164,22 @@ def attention_boundary_bwd_kernel(
         o_t = begin + tl.arange(0, BT)
         m_t = o_t < T
         o_row, o_d, m = flat_rows(begin, T, D, BA, BT, BC)
-        b_n = load_rows(p_states + k * s_n + o_row * s_state + o_d, m, BA, BT, BC)
+        b_n = load_rows(p_states + k * s_states + o_row * s1_states + o_d, m, BA, BT, BC)
         b_r = load_stat(p_rstd + k * T, o_t, m_t)
         if p_dx is not None:
             b_dx = load_rows(p_dx + o_row * s_dx + o_d, m, BA, BT, BC)
-        b_q = load_query(p_query, k, o_d, D, BA, BT, BC)
+        b_q = load_rows(p_query + k * D + o_d, o_d < D, BA, BT, BC)
         b_v = b_n.to(tl.float32)
         b_g = tl.zeros((BA, BT, BC), dtype=tl.float32)
         if p_dout is not None or not RELU:
             b_x, b_most, b_total = _far_and_near(
                 b_q, p_states, p_bias, p_partial, p_partial_stats, p_rstd, k, first, step, count,
-                T, R, s_n, s_state, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
+                T, R, s_states, s1_states, s_partial, o_t, o_row, o_d, m_t, m, RELU, BA, BT, BC,
             )  # fmt: skip
             if READS_OWN:
-                b_s = _own_score(b_v, b_q, b_r, p_bias, k, R)
-                b_x, b_most, b_total = join(b_x, b_most, b_total, b_s, b_v, RELU)
+                b_x, b_most, b_total = _add_state(
+                    b_x, b_most, b_total, b_v, b_q, b_r, p_bias, k, k, R, RELU
+                )
             b_x = end_sum(b_x, b_total, RELU)
         if p_dout is not None:
             b_mean = None if OUT_RMS else load_stat(p_out_mean, o_t, m_t)
@@ -199,7 +194,7 @@ def attention_boundary_bwd_kernel(
             b_g += b_dx.to(tl.float32)
         # Pulls and stores the rounded gradient, which is what other states read.
         b_g = rounded(b_g, p_grads.dtype.element_ty)
-        store_rows(p_g + o_row * s_grad + o_d, b_g, m, BA, BT, BC)
+        store_rows(p_g + o_row * s1_grads + o_d, b_g, m, BA, BT, BC)
         b_g = b_g.to(tl.float32)
         b_most, b_total, b_delta = 0.0, 1.0, 0.0
         if not RELU:
@@ -219,17 +214,33 @@ def attention_boundary_bwd_kernel(
             )
             if p_ds is not None:
                 tl.store(p_ds + o_t.to(tl.int64) * L, tl.reshape(b_ds, (BT,)), mask=m_t)
-        b_u, b_back = pull_rows(
-            b_u, b_back, b_v, b_r, p_grads, p_query, p_bias, p_stats,
-            p_ds if p_ds is None else p_ds + PULLS_OWN, first_row, row_step, first_slot, slot_step,
-            pulls, k, L, T, R, s_grads, s_grad, o_t, o_row, o_d, m_t, m, RELU, D, BA, BT, BC,
-        )  # fmt: skip
-        b_y = end_pull(b_u, b_back, b_v, b_r, D)
+        p_tile = p_grads + (o_row * s1_grads + o_d)
+        for i in tl.range(0, pulls, num_stages=STAGES):
+            row = slot(first_row, i, row_step)
+            b_gl = load_rows(p_tile + slot(first_slot, i, slot_step) * s_grads, m, BA, BT, BC)
+            b_ql = tl.zeros((BA, BT, BC), dtype=tl.float32)
+            b_bias, b_most, b_total, b_delta = 0.0, 0.0, 1.0, 0.0
+            if i < pulls:
+                b_ql = load_again(b_ql, p_query + row * D + o_d, o_d < D)
+            if p_bias is not None:
+                b_bias = tl.load(p_bias + row * R + k)
+            if not RELU:
+                p_row = p_stats + row * 3 * T
+                b_most, b_total = load_stat(p_row, o_t, m_t), load_stat(p_row + T, o_t, m_t, 1.0)
+                b_delta = load_stat(p_row + 2 * T, o_t, m_t)
+            b_u, b_back, b_ds = pull(
+                b_u, b_back, b_v, b_r, b_gl.to(tl.float32), b_ql, b_bias, b_most, b_total, b_delta,
+                RELU,
+            )  # fmt: skip
+            if p_ds is not None:
+                p_l = p_ds + PULLS_OWN + o_t.to(tl.int64) * L + i
+                tl.store(p_l, tl.reshape(b_ds, (BT,)), mask=m_t)
+        # Through 1 / RMS.
+        b_y = b_u - b_v * (b_r * b_r * b_back / D)
         if p_pulled is not None:
             b_y += b_pulled.to(tl.float32)
         store_tile(p_dresidual, s_dresidual, o_row, o_d, m, b_y)
-        if p_dbranch is not None and p_seed is not None:
-            b_y = dropout(b_y, p_seed, o_t.to(tl.int64), threshold, scale, BA, BT, BC)
+        b_y = dropout(b_y, p_seed, o_t, threshold, scale, BA, BT, BC)
         store_tile(p_dbranch, s_dbranch, o_row, o_d, m, b_y)
     if p_sums is not None:
         p = p_sums + program * 2 * D + o_c
@@ -240,15 +251,12 @@ def attention_boundary_bwd_kernel(
 @launcher
 def attention_boundary_forward(a):
     _, T, D = a.states.shape
-    if T == 0:
-        return
     near = passed_near("attention_boundary", tuple(a.near), a.k)
-    tile = attend_tile(D, a.states.element_size(), 8)
+    tile = row_tile(D, a.states.element_size(), per_thread=PER_THREAD, num_warps=8)
     launch(
         attention_boundary_fwd_kernel, (cdiv(T, tile.BT),), a, p_rstd=a.source_rstd, T=T,
-        R=a.query.shape[0], **near, s_n=a.states.stride(0), s_state=a.states.stride(1),
-        RELU=a.kind == "relu", D=D, **tile._asdict(),
-        maxnreg=residency(16, tile.num_warps).registers,
+        R=a.query.shape[0], **near, RELU=a.kind == "relu", D=D,
+        maxnreg=residency(16, tile.num_warps)[1], **tile._asdict(),
     )  # fmt: skip
 
 
@@ -256,26 +264,22 @@ def attention_boundary_forward(a):
 def attention_boundary_backward(a):
     _, T, D = a.states.shape
     near = passed_near("attention_boundary", tuple(a.near), a.k)
-    pulls = passed_pulls("attention_boundary", tuple(a.pull_rows), tuple(a.pull_slots), a.k)
-    tile = attend_tile(D, a.states.element_size(), 4)
+    rows, pulls = passed_pulls("attention_boundary", tuple(a.pull_rows), tuple(a.pull_slots), a.k)
+    tile = row_tile(D, a.states.element_size(), per_thread=PER_THREAD, num_warps=4)
     programs, registers = residency(8, tile.num_warps)
-    programs *= multiprocessors(a.states.device)
-    programs = even_programs(cdiv(T, tile.BT), programs)
+    programs = even_programs(cdiv(T, tile.BT), programs * multiprocessors(a.states.device))
     ds = sums = None
-    if a.dquery is not None and pulls.rows:
-        ds = a.query.new_empty(T, len(pulls.rows), 1)
+    if a.dquery is not None and rows:
+        ds = a.query.new_empty(T, len(rows), 1)
     channels = a.dout_norm_weight, a.dout_norm_bias
     if any(d is not None for d in channels):
         sums = a.query.new_empty(programs, 2, 1, D)
-    if T > 0:
-        launch(
-            attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds,
-            p_sums=sums, T=T, R=a.query.shape[0], **near, **pulls.numbers,
-            s_n=a.states.stride(0), s_state=a.states.stride(1), s_grads=a.grads.stride(0),
-            s_grad=a.grads.stride(1), RELU=a.kind == "relu", D=D, **tile._asdict(),
-            maxnreg=registers,
-        )  # fmt: skip
+    launch(
+        attention_boundary_bwd_kernel, (programs,), a, p_rstd=a.source_rstd, p_ds=ds, p_sums=sums,
+        T=T, R=a.query.shape[0], **near, **pulls, RELU=a.kind == "relu", D=D, maxnreg=registers,
+        **tile._asdict(),
+    )  # fmt: skip
     if ds is not None:
-        query_grads(ds, a, (a.k, 1), pulls.rows, sums, channels)
+        query_grads(ds, a, (a.k, 1), rows, sums, channels)
     elif sums is not None:
         sum_partials(sums, *channels)

@@ -141,17 +141,23 @@ def warps(BQ: int, BK: int, BD: int, itemsize: int) -> int:
     return 2 if max(BQ, BK) <= 32 else 4
 
 
-def forward_launch(
-    max_seqlen_q: int, max_seqlen_k: int, BD: int, itemsize: int
+def sides(
+    max_seqlen_q: int, max_seqlen_k: int, BD: int, itemsize: int, G: int = 1, *, backward: bool
 ) -> tuple[Launch, bool]:
     """Returns the launch, and whether it keeps each row of scores whole."""
     queries, whole, part = largest_sides(BD, itemsize)
-    BQ = side(max_seqlen_q, queries)
-    if max_seqlen_k > whole:
-        stages = 2 if BD <= 64 and itemsize == 2 else 1
+    BQ, BK = side(max_seqlen_q, queries), side(max_seqlen_k, whole)
+    # Each head of a group has tiles of its own.
+    one_tile = max_seqlen_q <= queries and G == 1
+    if max_seqlen_k > whole or (backward and itemsize == 4 and not one_tile):
+        stages = 1 if backward or BD > 64 or itemsize == 4 else 2
         return Launch(BQ, part, warps(BQ, part, BD, itemsize), stages), False
-    BK = side(max_seqlen_k, whole)
-    return Launch(BQ, BK, warps(BQ, BK, BD, itemsize)), True
+    if not backward or (one_tile and max_seqlen_k <= queries):
+        return Launch(BQ, BK, warps(BQ, BK, BD, itemsize)), True
+    # dk and dv stay in registers through the loop over tiles of queries, so the tiles are smaller.
+    BQ = min(BQ, queries // 2)
+    num_warps = 8 if max_seqlen_k > queries else warps(BQ, BK, BD, itemsize)
+    return Launch(BQ, BK, num_warps), True
 
 
 def keys_launch(launch: Launch, BD: int, G: int, left: int) -> Launch:
@@ -160,21 +166,3 @@ def keys_launch(launch: Launch, BD: int, G: int, left: int) -> Launch:
     if BD > 64 and launch.BQ == 64 and (G > 1 or left >= 0):
         return launch._replace(BQ=32, num_warps=4)
     return launch
-
-
-def backward_launch(
-    max_seqlen_q: int, max_seqlen_k: int, BD: int, itemsize: int, G: int = 1
-) -> tuple[Launch, bool]:
-    """Returns the launch, and whether it keeps each row of scores whole."""
-    queries, whole, part = largest_sides(BD, itemsize)
-    BQ, BK = side(max_seqlen_q, queries), side(max_seqlen_k, whole)
-    # Each head of a group has tiles of its own.
-    one_tile = max_seqlen_q <= queries and G == 1
-    if max_seqlen_k > whole or (itemsize == 4 and not one_tile):
-        return Launch(BQ, part, warps(BQ, part, BD, itemsize)), False
-    if one_tile and max_seqlen_k <= queries:
-        return Launch(BQ, BK, warps(BQ, BK, BD, itemsize)), True
-    # dk and dv stay in registers through the loop over tiles of queries, so the tiles are smaller.
-    BQ = min(BQ, queries // 2)
-    num_warps = 8 if max_seqlen_k > queries else warps(BQ, BK, BD, itemsize)
-    return Launch(BQ, BK, num_warps), True

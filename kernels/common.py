@@ -1,22 +1,24 @@
 """Code that all kernel files share.
 
-Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_``
-a mask, ``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights;
-BT, BD, BK the sides of a tile. A launcher takes the operands of its
-launch as one record (`deepfast.launches`), computes what the function of its name in
-`deepfast.reference` computes, and checks nothing. It writes into tensors that the caller
-allocates. A missing operand is None, and Triton compiles a variant for it. A parameter ``p_NAME``
-of a kernel is the operand NAME where the launcher says nothing else: see `launch`.
+Names in all of them: ``p_`` a pointer, ``o_`` an offset, ``b_`` a loaded block, ``m_`` a mask,
+``s_`` a stride in elements. T tokens, D channels, K sources, R rows of the depth weights; BT, BD,
+BK the sides of a tile. A launcher takes the operands of its launch as one record
+(`deepfast.launches`), computes what the function of its name in `deepfast.reference` computes, and
+checks nothing. It writes into tensors that the caller allocates. A missing operand is None, and
+Triton compiles a variant for it. A parameter ``p_NAME`` of a kernel is the operand NAME where the
+launcher says nothing else: see `launch`.
 
 Kernels that hold whole rows use tiles (BA, BT, BC): BT tokens with BA * BC channels, where (a, c)
 is channel ``a * BC + c``. Triton spreads BC over the threads of a row, 16 bytes each, BT over
 further warps, and BA over registers. A plain (BT, BD) tile would spread each row over all warps.
 Such a tile is loaded and stored as (BA * BT, BC), see `flat_rows`, because with three sides Triton
-3.6 would spread BA over warps. D is a constexpr, so that rows without a remainder need no mask.
+3.6 would spread BA over warps. Its tokens ``o_row``, channels ``o_d`` and mask ``m`` are then flat;
+``o_c`` and ``m_c``, (BA, 1, BC), are channels of the tile. D is a constexpr, so that rows without a
+remainder need no mask.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +31,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 SOURCES = tl.constexpr(16)
 """Tensors that a launch takes as a tuple."""
+
+STAGES = tl.constexpr(3)
+"""Of a loop over states or gradients: two are copied ahead, to shared memory. Triton copies all
+that a loop loads but under a condition, so loads of what the L1 cache has stand under one."""
 
 
 class RowTile(NamedTuple):
@@ -58,14 +64,12 @@ def multiprocessors(device: torch.device) -> int:
 _properties = functools.cache(torch.cuda.get_device_properties)
 
 
-def source_group(tensors, first: int) -> tuple[torch.Tensor, ...]:
-    """Up to 16 tensors, filled up with the first one: one compiled variant serves any number."""
+def source_group(tensors, first: int, name: str = "sources") -> dict[str, Any]:
+    """The kernels' arguments for up to 16 tensors from ``first`` on, None where there are none.
+    They are filled up with the first one: one compiled variant serves any number."""
     group = tuple(tensors[first : first + SOURCES.value])
-    return group + group[:1] * (SOURCES.value - len(group))
-
-
-def row_strides(tensors) -> tuple[int, ...]:
-    return tuple(x.stride(0) for x in tensors)
+    group += group[:1] * (SOURCES.value - len(group))
+    return {name: group or None, f"s_{name}": tuple(x.stride(0) for x in group) or None}
 
 
 def even_programs(tiles: int, most: int) -> int:
@@ -73,18 +77,12 @@ def even_programs(tiles: int, most: int) -> int:
     return cdiv(tiles, max(1, cdiv(tiles, most)))
 
 
-class Residency(NamedTuple):
-    """Programs that run at once on a multiprocessor, and the registers left to each thread."""
-
-    programs: int
-    registers: int
-
-
 @functools.cache
-def residency(warps: int, num_warps: int) -> Residency:
-    """For ``warps`` per multiprocessor, which has 65536 registers, allocated in groups of eight."""
+def residency(warps: int, num_warps: int) -> tuple[int, int]:
+    """Programs that run at once on a multiprocessor, for ``warps`` in all, and the registers left
+    to each thread: there are 65536, allocated in groups of eight."""
     programs = max(1, warps // num_warps)
-    return Residency(programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8))
+    return programs, min(248, 65536 // (32 * num_warps * programs) // 8 * 8)
 
 
 class Progression(NamedTuple):
@@ -118,30 +116,19 @@ def passed_near(op: str, near: tuple[int, ...], k: int) -> dict[str, int]:
     return others._asdict() | {"READS_OWN": k in near}
 
 
-class Pulls(NamedTuple):
-    """The rows of a block that pull a state, as a boundary's kernel takes them."""
-
-    rows: list[int]
-    """All of them, row k itself first."""
-    steps: Progression | None
-    """The same where they ascend as a progression."""
-    numbers: dict[str, int]
-    """The kernel's arguments: the progressions of the others, and whether row k is one."""
-
-
 @functools.cache
-def passed_pulls(op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int) -> Pulls:
-    """The kernel adds row k's own gradient first, from registers."""
+def passed_pulls(
+    op: str, rows: tuple[int, ...], slots: tuple[int, ...], k: int
+) -> tuple[list[int], dict[str, int]]:
+    """The rows of a block that pull a state, and the kernel's arguments for them. The kernel adds
+    row k's own gradient first, from registers."""
     others = [(row, slot) for row, slot in zip(rows, slots, strict=True) if row != k]
     first_row, row_step, pulls = _passed(op, "pull_rows", [row for row, _ in others])
     first_slot, slot_step, _ = _passed(op, "pull_slots", [slot for _, slot in others])
-    numbers = {
+    return [k] * (k in rows) + [row for row, _ in others], {
         "first_row": first_row, "row_step": row_step, "first_slot": first_slot,
         "slot_step": slot_step, "pulls": pulls, "PULLS_OWN": k in rows,
     }  # fmt: skip
-    all_rows = [k] * (k in rows) + [row for row, _ in others]
-    steps = progression(all_rows)
-    return Pulls(all_rows, steps if steps and steps.step > 0 else None, numbers)
 
 
 def progressions(*columns, limit):
@@ -235,22 +222,26 @@ def dropout(
     b_x, p_seed, o_t, threshold, scale, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     first=0,
 ):  # fmt: skip
-    """Applies dropout to a (BA, BT, BC) tile: ``x * scale`` where kept, 0 elsewhere.
+    """Applies dropout to a (BA, BT, BC) tile: ``x * scale`` where kept, 0 elsewhere. Without a seed
+    it stays as it is.
 
     Channel 8a + 2w + h of token t takes half h of word w of the Philox counter
     (a, t mod 2^32, t div 2^32, 0), see `deepfast.reference.dropout`.
 
-    o_t: (BT,) int64, the tokens. first: the first channel of the tile, a multiple of 8.
+    o_t: (BT,), the tokens. first: the first channel of the tile, a multiple of 8.
     """
-    groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
-    groups += first // 8
-    zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
-    low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
-    high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros
-    w0, w1, w2, w3 = tl.philox(tl.load(p_seed), groups.to(tl.uint32) + zeros, low, high, zeros)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BA, BT, BC)).to(tl.int32)
-    return tl.where(draws >= threshold, b_x * scale, 0.0)
+    if p_seed is not None:
+        o_t = o_t.to(tl.int64)
+        groups = tl.arange(0, BA)[:, None, None] * (BC // 8) + tl.arange(0, BC // 8)[None, None, :]
+        groups += first // 8
+        zeros = tl.zeros((BA, BT, BC // 8), dtype=tl.uint32)
+        low = (o_t & 0xFFFFFFFF).to(tl.uint32)[None, :, None] + zeros
+        high = (o_t >> 32).to(tl.uint32)[None, :, None] + zeros
+        w0, w1, w2, w3 = tl.philox(tl.load(p_seed), groups.to(tl.uint32) + zeros, low, high, zeros)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BA, BT, BC)).to(tl.int32)
+        b_x = tl.where(draws >= threshold, b_x * scale, 0.0)
+    return b_x
 
 
 @triton.jit
@@ -278,6 +269,31 @@ def store_rows(p, b_x, m, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def load_again(b_x, p, m):
+    """A tile (BA, BT, BC), as ``b_x`` is, that further tiles read too. ``p``, ``m``: flat."""
+    b_y = tl.load(p, mask=m, other=0.0, eviction_policy="evict_last")
+    return tl.reshape(b_y, b_x.shape)
+
+
+@triton.jit
+def store_tile(p, s_row, o_row, o_d, m, b_x):
+    """Stores a tile rounded to the dtype of ``p``; nothing where ``p`` is None."""
+    if p is not None:
+        store_rows(p + o_row * s_row + o_d, b_x, m, b_x.shape[0], b_x.shape[1], b_x.shape[2])
+
+
+@triton.jit
+def load_stat(p, o_t, m_t, other=0.0):
+    """One number for each token, as (1, BT, 1)."""
+    return tl.load(p + o_t, mask=m_t, other=other)[None, :, None]
+
+
+@triton.jit
+def store_stat(p, b_stat, o_t, m_t):
+    tl.store(p + o_t, tl.reshape(b_stat, o_t.shape), mask=m_t)
+
+
+@triton.jit
 def store_sum(p, b_x, m_d):
     """Stores the sum of a (BA, BT, BC) tile over its tokens; ``p`` and ``m_d`` are (BA, 1, BC)."""
     tl.store(p, tl.sum(b_x, axis=1)[:, None, :], mask=m_d)
@@ -294,6 +310,12 @@ def row_sum(b_x):
 
 
 @triton.jit
+def inverse_rms(b_x, D, eps):
+    """1 / RMS of each row of a (BA, BT, BC) tile, (1, BT, 1)."""
+    return tl.rsqrt(row_sum(b_x * b_x) / D + eps)
+
+
+@triton.jit
 def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
     """(x - mean) * rstd with mean and rstd, (1, BT, 1); channels outside ``m_d`` are 0.
 
@@ -307,7 +329,7 @@ def normalise(b_x, m_d, D, eps, RMS: tl.constexpr = False):
         b_mean = row_sum(b_x) / D
         b_mean += row_sum(tl.where(m_d, b_x - b_mean, 0.0)) / D
         b_x = tl.where(m_d, b_x - b_mean, 0.0)
-    b_rstd = tl.rsqrt(row_sum(b_x * b_x) / D + eps)
+    b_rstd = inverse_rms(b_x, D, eps)
     return b_x * b_rstd, b_mean, b_rstd
 
 
@@ -318,3 +340,32 @@ def norm_backward(b_dn, b_n, b_rstd, D, RMS: tl.constexpr = False):
         return b_rstd * (b_dn - b_n * (row_sum(b_dn * b_n) / D))
     else:
         return b_rstd * (b_dn - row_sum(b_dn) / D - b_n * (row_sum(b_dn * b_n) / D))
+
+
+@triton.jit
+def store_output(b_x, p_out, p_norm_weight, p_norm_bias, p_mean, p_rstd, s_out,
+                 o_t, o_row, o_d, m_t, m_c, m, D, eps, RMS: tl.constexpr):  # fmt: skip
+    """Stores ``out = LN(x)`` and its statistics."""
+    b_out, b_mean, b_rstd = normalise(b_x, m_c, D, eps, RMS)
+    if p_norm_weight is not None:
+        b_out *= load_again(b_out, p_norm_weight + o_d, m)
+    if p_norm_bias is not None:
+        b_out += load_again(b_out, p_norm_bias + o_d, m)
+    store_tile(p_out, s_out, o_row, o_d, m, b_out)
+    if not RMS:
+        store_stat(p_mean, b_mean, o_t, m_t)
+    store_stat(p_rstd, b_rstd, o_t, m_t)
+
+
+@triton.jit
+def output_backward(b_dout, b_x, b_mean, b_rstd, p_norm_weight, o_d, m_c, m, D,
+                    RMS: tl.constexpr):  # fmt: skip
+    """Backward of ``out = LN(x)``: dx, and the terms of the gradients of weight and bias."""
+    if not RMS:
+        b_x -= b_mean
+    b_hat = tl.where(m_c, b_x * b_rstd, 0.0)  # x normalised
+    b_bias = b_dout.to(tl.float32)
+    b_d = b_bias
+    if p_norm_weight is not None:
+        b_d *= load_again(b_d, p_norm_weight + o_d, m)
+    return norm_backward(b_d, b_hat, b_rstd, D, RMS), b_bias * b_hat, b_bias

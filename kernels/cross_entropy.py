@@ -33,16 +33,6 @@ def _gradient(b_x, b_max, scale, o_v, target, V, smoothing):
     return rounded(b_d - tl.where(o_v == target, 1 - smoothing, 0.0), b_x.dtype)
 
 
-@triton.jit
-def _zero_row(p_row, V, BV: tl.constexpr):
-    o_v = tl.arange(0, BV)
-    b_zero = tl.zeros((BV,), dtype=p_row.dtype.element_ty)
-    full = V // BV * BV
-    for start in range(0, full, BV):
-        tl.store(p_row + start + o_v, b_zero)
-    tl.store(p_row + full + o_v, b_zero, mask=full + o_v < V)
-
-
 @triton.jit(
     do_not_specialize=["ignore_index", "smoothing"],
     do_not_specialize_on_alignment=["p_target", "p_loss", "p_nll"],
@@ -56,18 +46,21 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + row * s_logits
     target = tl.load(p_target + row)
+    o_v = tl.arange(0, BV)
+    full = V // BV * BV
+    p_tail, m_tail = p_row + full + o_v, full + o_v < V
     if target == ignore_index:
         tl.store(p_loss + row, 0.0)
         tl.store(p_nll + row, 0.0)
         if WRITE_GRAD:
-            _zero_row(p_row, V, BV)
+            b_zero = tl.zeros((BV,), dtype=p_row.dtype.element_ty)
+            for start in range(0, full, BV):
+                tl.store(p_row + start + o_v, b_zero)
+            tl.store(p_tail, b_zero, mask=m_tail)
     else:
         # Read before the gradient overwrites it; a target out of range gives nan.
         inside = (target >= 0) & (target < V)
         hit = tl.load(p_row + target, mask=inside, other=float("nan")).to(tl.float32)
-        o_v = tl.arange(0, BV)
-        full = V // BV * BV
-        p_tail, m_tail = p_row + full + o_v, full + o_v < V
         b_most = tl.load(p_tail, mask=m_tail, other=float("-inf")).to(tl.float32)
         for start in range(0, full, BV):
             b_most = tl.maximum(b_most, tl.load(p_row + start + o_v).to(tl.float32))
@@ -102,8 +95,6 @@ def cross_entropy_kernel(
 @launcher
 def cross_entropy(a):
     T, V = a.logits.shape
-    if T == 0:
-        return
     launch(
         cross_entropy_kernel, (T,), a, V=V, smoothing=a.label_smoothing,
         BV=min(MOST, max(16, next_power_of_2(V))), num_warps=NUM_WARPS,

@@ -20,36 +20,25 @@ import torch
 import triton
 import triton.language as tl
 
+from .attend import join, no_sum
 from .common import (
     SOURCES,
     flat_rows,
+    inverse_rms,
     load_rows,
+    load_stat,
     multiprocessors,
     pick,
     row_channels,
-    row_strides,
     row_sum,
     row_tile,
     source_group,
     store_rows,
+    store_stat,
     store_sum,
 )
 from .launch import cdiv, launch, launcher
 from .sums import sum_partials
-
-
-@triton.jit
-def _by_token(p, m_t, other: tl.constexpr):
-    """One value of each token, (1, BT, 1)."""
-    return tl.load(p, mask=m_t, other=other)[None, :, None]
-
-
-@triton.jit
-def _inverse_rms(b_v, D, eps, NORM: tl.constexpr):
-    if NORM:
-        return tl.rsqrt(row_sum(b_v * b_v) / D + eps)
-    else:
-        return 1.0
 
 
 @triton.jit(do_not_specialize=["T", "K", "s_scores"])
@@ -57,7 +46,7 @@ def depth_attention_fwd_kernel(
     sources, p_query, p_scores, p_sum, p_out, p_lse, p_most, p_total,
     T, K, eps,
     s_sources, s_scores,
-    H: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    H: tl.constexpr, NORM: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # One axis for both, because the other axes of a grid have at most 65535 programs.
@@ -69,54 +58,40 @@ def depth_attention_fwd_kernel(
     o_sum = (o_row * H + h) * D + o_flat
     if p_query is not None:
         b_q = load_rows(p_query + h * D + o_flat, o_flat < D, BA, BT, BC)
-    if FIRST:
-        b_sum = tl.zeros((BA, BT, BC), dtype=tl.float32)
-    else:
+    b_sum, b_most, b_total = no_sum(BA, BT, BC)
+    if p_sum is not None:
         b_sum = load_rows(p_sum + o_sum, m, BA, BT, BC)
-    if p_most is not None:
-        if FIRST:
-            b_most = tl.full((1, BT, 1), float("-inf"), dtype=tl.float32)
-            b_total = tl.zeros((1, BT, 1), dtype=tl.float32)
-        else:
-            b_most = _by_token(p_most + o_stat, m_t, 0.0)
-            b_total = _by_token(p_total + o_stat, m_t, 0.0)
+        if p_most is not None:
+            b_most, b_total = load_stat(p_most, o_stat, m_t), load_stat(p_total, o_stat, m_t)
     for k in tl.range(0, K, num_stages=STAGES):
         p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
         b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
         if p_query is not None:
-            b_s = row_sum(b_v * b_q) * _inverse_rms(b_v, D, eps, NORM)
+            b_s = row_sum(b_v * b_q)
+            if NORM:
+                b_s *= inverse_rms(b_v, D, eps)
         else:
-            b_s = _by_token(p_scores + o_t * s_scores + k * H + h, m_t, 0.0)
+            b_s = load_stat(p_scores, o_t * s_scores + k * H + h, m_t)
         if p_most is None:
             b_sum += b_s * b_v
         else:
-            b_high = tl.maximum(b_most, b_s)
-            # The difference of two scores of -inf is NaN, but their weights must be 0.
-            b_from = tl.where(b_high == float("-inf"), 0.0, b_high)
-            b_kept, b_p = tl.exp(b_most - b_from), tl.exp(b_s - b_from)
-            b_sum = b_sum * b_kept + b_p * b_v
-            b_total = b_total * b_kept + b_p
-            b_most = b_high
+            b_sum, b_most, b_total = join(b_sum, b_most, b_total, b_s, b_v, False)
     if p_most is not None:
-        tl.store(p_most + o_stat, tl.reshape(b_most, (BT,)), mask=m_t)
-        tl.store(p_total + o_stat, tl.reshape(b_total, (BT,)), mask=m_t)
-        if LAST:
-            tl.store(p_lse + o_stat, tl.reshape(b_most + tl.log(b_total), (BT,)), mask=m_t)
-    if LAST:
-        if p_most is not None:
-            b_sum = b_sum / b_total
-        store_rows(p_out + o_sum, b_sum, m, BA, BT, BC)
-    else:
-        store_rows(p_sum + o_sum, b_sum, m, BA, BT, BC)
+        store_stat(p_most, b_most, o_stat, m_t)
+        store_stat(p_total, b_total, o_stat, m_t)
+    if p_lse is not None:
+        store_stat(p_lse, b_most + tl.log(b_total), o_stat, m_t)
+        b_sum = b_sum / b_total
+    store_rows(p_out + o_sum, b_sum, m, BA, BT, BC)
 
 
 @triton.jit
-def _delta(p_out, p_dlse, b_dout, m, m_t, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
-    """``<dout, out> - dlse`` of each row, (1, BT, 1); ``p_out`` (BA * BT, BC), ``p_dlse`` (BT,)."""
+def _delta(
+    p_out, p_dlse, b_dout, o_r, m, m_r, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """``<dout, out> - dlse`` of the rows o_r, (1, BT, 1); ``p_out`` (BA * BT, BC)."""
     b_delta = row_sum(load_rows(p_out, m, BA, BT, BC).to(tl.float32) * b_dout)
-    if p_dlse is not None:
-        b_delta -= _by_token(p_dlse, m_t, 0.0)
-    return b_delta
+    return b_delta if p_dlse is None else b_delta - load_stat(p_dlse, o_r, m_r)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -130,10 +105,8 @@ def depth_attention_delta_kernel(
     o_row, o_flat, m = flat_rows(first, R, D, BA, BT, BC)
     o_r = (first + tl.arange(0, BT)).to(tl.int64)
     b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
-    if p_dlse is not None:
-        p_dlse += o_r
-    b_delta = _delta(p_out + o_row * D + o_flat, p_dlse, b_dout, m, o_r < R, BA, BT, BC)
-    tl.store(p_delta + o_r, tl.reshape(b_delta, (BT,)), mask=o_r < R)
+    b_delta = _delta(p_out + o_row * D + o_flat, p_dlse, b_dout, o_r, m, o_r < R, BA, BT, BC)
+    store_stat(p_delta, b_delta, o_r, o_r < R)
 
 
 @triton.jit(do_not_specialize=["T", "K", "s_scores"])
@@ -157,14 +130,14 @@ def depth_attention_bwd_kernel(
         if H == 1:
             b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
             if p_most is not None:
-                b_most = _by_token(p_most + o_t, m_t, 0.0)
-                b_total = _by_token(p_total + o_t, m_t, 1.0)
-                p_dl = None if p_dlse is None else p_dlse + o_t
-                b_delta = _delta(p_out + o_row * D + o_flat, p_dl, b_dout, m, m_t, BA, BT, BC)
+                b_most = load_stat(p_most, o_t, m_t)
+                b_total = load_stat(p_total, o_t, m_t, 1.0)
+                p_o = p_out + o_row * D + o_flat
+                b_delta = _delta(p_o, p_dlse, b_dout, o_t, m, m_t, BA, BT, BC)
         for k in tl.range(0, K, num_stages=STAGES):
             p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
             b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
-            b_r = _inverse_rms(b_v, D, eps, NORM)
+            b_r = inverse_rms(b_v, D, eps) if NORM else 1.0
             b_u = tl.zeros((BA, BT, BC), dtype=tl.float32)
             b_back = tl.zeros((1, BT, 1), dtype=tl.float32)
             for h in range(0, H):
@@ -173,16 +146,16 @@ def depth_attention_bwd_kernel(
                     p_g = p_dout + (o_row * H + h) * s_dout + o_flat
                     b_dout = load_rows(p_g, m, BA, BT, BC).to(tl.float32)
                     if p_most is not None:
-                        b_most = _by_token(p_most + o_t * H + h, m_t, 0.0)
-                        b_total = _by_token(p_total + o_t * H + h, m_t, 1.0)
-                        b_delta = _by_token(p_delta + o_t * H + h, m_t, 0.0)
+                        b_most = load_stat(p_most, o_t * H + h, m_t)
+                        b_total = load_stat(p_total, o_t * H + h, m_t, 1.0)
+                        b_delta = load_stat(p_delta, o_t * H + h, m_t)
                     if p_query is not None:
                         b_q = load_rows(p_query + h * D + o_w, o_w < D, BA, BT, BC)
                 o_score = o_t * s_scores + k * H + h
                 if p_query is not None:
                     b_s = row_sum(b_v * b_q) * b_r
                 else:
-                    b_s = _by_token(p_scores + o_score, m_t, 0.0)
+                    b_s = load_stat(p_scores, o_score, m_t)
                 b_p, b_ds = b_s, row_sum(b_v * b_dout)
                 if p_most is not None:
                     b_p = tl.exp(b_s - b_most) / b_total
@@ -196,9 +169,9 @@ def depth_attention_bwd_kernel(
                         # Tokens after the last one add rows of zeros.
                         b_dq += b_c * b_v
                     if p_slopes is not None:
-                        tl.store(p_slopes + o_score, tl.reshape(b_c, (BT,)), mask=m_t)
+                        store_stat(p_slopes, b_c, o_score, m_t)
                 if p_dscores is not None:
-                    tl.store(p_dscores + o_score, tl.reshape(b_ds, (BT,)), mask=m_t)
+                    store_stat(p_dscores, b_ds, o_score, m_t)
             if dsources is not None:
                 if NORM:
                     b_u -= b_v * (b_r * b_r * b_back / D)
@@ -226,7 +199,7 @@ def depth_attention_query_kernel(
         for k in tl.range(0, K, num_stages=STAGES):
             p_v = pick(sources, k) + o_row * pick(s_sources, k) + o_flat
             b_v = load_rows(p_v, m, BA, BT, BC).to(tl.float32)
-            b_dq += _by_token(p_slopes + o_t * s_slopes + k * H + h, o_t < T, 0.0) * b_v
+            b_dq += load_stat(p_slopes, o_t * s_slopes + k * H + h, o_t < T) * b_v
     o_d = row_channels(BA, BC)
     store_sum(p_partial + (chunk.to(tl.int64) * H + h) * D + o_d, b_dq, o_d < D)
 
@@ -243,15 +216,14 @@ def depth_attention_forward(a):
     tile = row_tile(D, a.out.element_size(), per_thread=32, num_warps=4)
     more = SOURCES.value < K
     carried = a.out.new_empty(T * H, D, dtype=torch.float32) if more else None
-    if T == 0:
-        return
     for first in range(0, K, SOURCES.value):
-        group = source_group(a.sources, first)
+        last = first + SOURCES.value >= K
         launch(
-            depth_attention_fwd_kernel, (H * cdiv(T, tile.BT),), a, sources=group,
-            s_sources=row_strides(group), p_scores=_columns(a.scores, first, H), s_scores=K * H,
-            p_sum=carried, T=T, K=min(SOURCES.value, K - first), H=H, FIRST=first == 0,
-            LAST=first + SOURCES.value >= K, STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
+            depth_attention_fwd_kernel, (H * cdiv(T, tile.BT),), a,
+            **source_group(a.sources, first), p_scores=_columns(a.scores, first, H), s_scores=K * H,
+            p_sum=carried if first else None, p_out=a.out if last else carried,
+            p_lse=a.lse if last else None, T=T, K=min(SOURCES.value, K - first), H=H,
+            STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
         )  # fmt: skip
 
 
@@ -259,8 +231,6 @@ def depth_attention_forward(a):
 def depth_attention_backward(a):
     (T, D), K = a.sources[0].shape, len(a.sources)
     H = a.scores.shape[2] if a.query is None else a.query.shape[0]
-    if T == 0:
-        return None if a.dquery is None else a.dquery.zero_()
     tile = row_tile(D, a.dout.element_size(), per_thread=16, num_warps=4)
     sides = tile._asdict() | {"D": D}
     delta = torch.empty_like(a.most) if H > 1 and a.most is not None else None
@@ -280,15 +250,13 @@ def depth_attention_backward(a):
     # Reading fp32 tiles ahead would not leave enough registers.
     stages = 1 if a.dout.element_size() == 4 else 3
     for i, first in enumerate(range(0, K, SOURCES.value)):
-        group = source_group(a.sources, first)
-        dgroup = source_group(a.dsources, first) if a.dsources else None
-        common = sides | {
-            "sources": group, "s_sources": row_strides(group), "T": T, "H": H,
-            "K": min(SOURCES.value, K - first), "p_slopes": _columns(slopes, first, H),
+        common = sides | source_group(a.sources, first) | {
+            "T": T, "H": H, "K": min(SOURCES.value, K - first),
+            "p_slopes": _columns(slopes, first, H),
         }  # fmt: skip
         launch(
-            depth_attention_bwd_kernel, (chunks,), a, **common, dsources=dgroup,
-            s_dsources=row_strides(dgroup) if dgroup else None, s_scores=K * H,
+            depth_attention_bwd_kernel, (chunks,), a, **common,
+            **source_group(a.dsources, first, "dsources"), s_scores=K * H,
             p_scores=_columns(a.scores, first, H), p_dscores=_columns(a.dscores, first, H),
             p_delta=delta, p_partial=partial[i] if learns and H == 1 else None,
             STAGES=stages if H == 1 else 1, maxnreg=min(168, 2048 // tile.num_warps),
@@ -300,4 +268,3 @@ def depth_attention_backward(a):
             )  # fmt: skip
     if learns:
         sum_partials(partial.flatten(0, 1), a.dquery)
-    return None

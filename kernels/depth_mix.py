@@ -17,15 +17,16 @@ from .common import (
     SOURCES,
     flat_rows,
     load_rows,
+    load_stat,
     multiprocessors,
     norm_backward,
     normalise,
     pick,
     row_channels,
-    row_strides,
     row_tile,
     source_group,
     store_rows,
+    store_stat,
     store_sum,
 )
 from .launch import cdiv, launch, launcher
@@ -45,7 +46,7 @@ def depth_mix_fwd_kernel(
     sources, p_weight, p_norm_weight, p_norm_bias, p_sum, p_out, p_mean, p_rstd,
     T, K, eps,
     s_sources, s_out,
-    PER_CHANNEL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     D: tl.constexpr, BA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BT
@@ -53,7 +54,7 @@ def depth_mix_fwd_kernel(
     o_d = row_channels(BA, BC)
     o_t = first + tl.arange(0, BT)
     m_t, m_d = o_t < T, o_d < D
-    if FIRST:
+    if p_sum is None:
         b_sum = tl.zeros((BA, BT, BC), dtype=tl.float32)
     else:
         b_sum = load_rows(p_sum + o_row * D + o_flat, m, BA, BT, BC)
@@ -63,17 +64,14 @@ def depth_mix_fwd_kernel(
         if p_mean is not None:
             b_z, b_mean, b_rstd = normalise(b_z, m_d, D, eps)
             o_stat = k * T.to(tl.int64) + o_t
-            tl.store(p_mean + o_stat, tl.reshape(b_mean, (BT,)), mask=m_t)
-            tl.store(p_rstd + o_stat, tl.reshape(b_rstd, (BT,)), mask=m_t)
+            store_stat(p_mean, b_mean, o_stat, m_t)
+            store_stat(p_rstd, b_rstd, o_stat, m_t)
         if p_norm_weight is not None:
             b_z *= tl.load(p_norm_weight + k * D + o_d, mask=m_d, other=0.0)
         if p_norm_bias is not None:
             b_z += tl.load(p_norm_bias + k * D + o_d, mask=m_d, other=0.0)
         b_sum += _weight_of(p_weight, k, o_d, m_d, D, PER_CHANNEL) * b_z
-    if LAST:
-        store_rows(p_out + o_row * s_out + o_flat, b_sum, m, BA, BT, BC)
-    else:
-        store_rows(p_sum + o_row * D + o_flat, b_sum, m, BA, BT, BC)
+    store_rows(p_out + o_row * s_out + o_flat, b_sum, m, BA, BT, BC)
 
 
 @triton.jit(do_not_specialize=["T", "K"])
@@ -107,8 +105,7 @@ def depth_mix_bwd_kernel(
         b_dout = load_rows(p_dout + o_row * s_dout + o_flat, m, BA, BT, BC).to(tl.float32)
         if p_mean is not None:
             o_stat = k * T.to(tl.int64) + o_t
-            b_mean = tl.load(p_mean + o_stat, mask=m_t, other=0.0)[None, :, None]
-            b_rstd = tl.load(p_rstd + o_stat, mask=m_t, other=0.0)[None, :, None]
+            b_mean, b_rstd = load_stat(p_mean, o_stat, m_t), load_stat(p_rstd, o_stat, m_t)
             b_n = tl.where(m_t[None, :, None] & m_d, (b_n - b_mean) * b_rstd, 0.0)
         if p_partial is not None:
             b_gn += b_dout * b_n
@@ -127,13 +124,11 @@ def depth_mix_bwd_kernel(
 
 def _group(a, first: int) -> dict:
     """The kernels' arguments for the sources from ``first`` on."""
-    group = source_group(a.sources, first)
     mean, rstd = (a.mean, a.rstd) if a.norm else (None, None)
     tables = {"p_weight": a.weight, "p_norm_weight": a.norm_weight, "p_mean": mean, "p_rstd": rstd}
-    return {name: None if x is None else x[first:] for name, x in tables.items()} | {
-        "sources": group, "s_sources": row_strides(group),
-        "K": min(SOURCES.value, len(a.sources) - first), "PER_CHANNEL": a.weight.dim() == 2,
-    }  # fmt: skip
+    given = {name: None if x is None else x[first:] for name, x in tables.items()}
+    K = min(SOURCES.value, len(a.sources) - first)
+    return given | source_group(a.sources, first) | {"K": K, "PER_CHANNEL": a.weight.dim() == 2}
 
 
 @launcher
@@ -143,10 +138,11 @@ def depth_mix_forward(a):
     more = len(a.sources) > SOURCES.value
     total = a.weight.new_empty(T, D) if more else None
     for first in range(0, len(a.sources), SOURCES.value):
+        out = a.out if first + SOURCES.value >= len(a.sources) else total
         launch(
             depth_mix_fwd_kernel, (cdiv(T, tile.BT),), a, **_group(a, first),
-            p_norm_bias=None if a.norm_bias is None else a.norm_bias[first:], p_sum=total, T=T,
-            FIRST=first == 0, LAST=first + SOURCES.value >= len(a.sources),
+            p_norm_bias=None if a.norm_bias is None else a.norm_bias[first:],
+            p_sum=total if first else None, p_out=out, s_out=out.stride(0), T=T,
             STAGES=3 if D <= 2048 else 2, D=D, **tile._asdict(),
         )  # fmt: skip
 
@@ -162,12 +158,11 @@ def depth_mix_backward(a):
     for first in range(0, len(a.sources), SOURCES.value):
         group = _group(a, first)
         K = group["K"]
-        dgroup = source_group(a.dsources, first) if a.dsources else None
         chunks = min(cdiv(T, tile.BT), cdiv(programs, K))
         partial = a.weight.new_empty(chunks, 2, K, D) if want else None
         launch(
-            depth_mix_bwd_kernel, (K, chunks), a, **group, dsources=dgroup,
-            s_dsources=row_strides(dgroup) if dgroup else None, p_partial=partial, T=T,
+            depth_mix_bwd_kernel, (K, chunks), a, **group,
+            **source_group(a.dsources, first, "dsources"), p_partial=partial, T=T,
             # Reading fp32 tiles ahead would not leave enough registers.
             STAGES=1 if a.dout.element_size() == 4 else 3,
             maxnreg=min(168, 2048 // tile.num_warps), D=D, **tile._asdict(),

@@ -65,11 +65,11 @@ def launcher(launch: Callable[..., None]) -> Callable[..., None]:
 # ---- the variants of a kernel --------------------------------------------------------------------
 
 
-def _entries(indices: list[int]) -> Callable[[tuple], tuple]:
-    """A function that takes these entries out of a tuple, as a tuple."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda values: tuple(values[i] for i in indices)
+def _taking(get: Callable, keys: list) -> Callable[[Any], tuple]:
+    """A function that takes these entries (`itemgetter`) or attributes of an object, as a tuple."""
+    if len(keys) > 1:
+        return get(*keys)
+    return lambda x: tuple(get(key)(x) for key in keys)
 
 
 class Kernel:
@@ -81,9 +81,9 @@ class Kernel:
         self.plans, self.variants = dict[tuple, _Plan](), dict[tuple, Any]()
         # The interpreter has no variants.
         parameters = () if INTERPRETED else kernel.params
-        self.constants = _entries([p.num for p in parameters if p.is_constexpr])
+        self.constants = _taking(itemgetter, [p.num for p in parameters if p.is_constexpr])
         rest = [p for p in parameters if not p.is_constexpr]
-        self.plain = _entries([p.num for p in rest if p.do_not_specialize])
+        self.plain = _taking(itemgetter, [p.num for p in rest if p.do_not_specialize])
         self.places = [p.num for p in rest if not p.do_not_specialize]
         self.anywhere = {p.num for p in rest if p.do_not_specialize_on_alignment}
 
@@ -141,7 +141,10 @@ def _hooked() -> bool:
 
 
 def start(kernel: Any, programs: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    """``kernel[programs](*args, **options)``, with all arguments in the kernel's order."""
+    """``kernel[programs](*args, **options)``, with all arguments in the kernel's order. Of no
+    programs nothing is compiled."""
+    if 0 in programs:
+        return
     variant = compiled = None
     if not INTERPRETED:
         of, driver, ask = known(kernel), triton.runtime.driver.active, thread.ask
@@ -173,9 +176,9 @@ def dropout_factors(p: float) -> tuple[int, float]:
     return threshold, 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
-def stride(x: torch.Tensor | None) -> int:
-    """The distance from row to row; 0 for a missing operand."""
-    return 0 if x is None else x.stride(0)
+def stride(x: torch.Tensor | None, axis: int) -> int:
+    """The distance along an axis; 0 for a missing operand."""
+    return 0 if x is None else x.stride(axis)
 
 
 class _Plan:
@@ -183,28 +186,24 @@ class _Plan:
 
     def __init__(self, names: list[str], given: tuple[str, ...]):
         missing = [name for name in names if name not in given]
-        strides = [name for name in missing if name.startswith("s_")]
-        others = [name for name in missing if not name.startswith("s_")]
-        self.operands = _attributes([n[2:] if n.startswith("p_") else n.lower() for n in others])
-        self.strided = _attributes([name[2:] for name in strides])
+        strides = [name for name in missing if name.startswith(("s_", "s1_"))]
+        others = [name for name in missing if name not in strides]
+        operands = [name[2:] if name.startswith("p_") else name.lower() for name in others]
+        self.operands = _taking(attrgetter, operands)
+        self.strided = _taking(attrgetter, [name.partition("_")[2] for name in strides])
+        self.axes = [int(name.startswith("s1_")) for name in strides]
         values = [*given, *others, *strides]
-        self.order = _entries([values.index(name) for name in names])
+        self.order = _taking(itemgetter, [values.index(name) for name in names])
         self.options = [name for name in given if name not in names]
-
-
-def _attributes(names: list[str]) -> Callable[[Any], tuple]:
-    """A function that reads these attributes, as a tuple."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda a: tuple(getattr(a, name) for name in names)
 
 
 def launch(kernel: Any, programs: tuple[int, ...], a: Any = None, **given: Any) -> None:
     """Launches a kernel with what ``given`` names, and with operands of the record ``a``.
 
     Of the parameters that ``given`` leaves out ``p_NAME`` is the operand NAME, ``s_NAME`` the
-    distance of its rows, ``threshold`` and ``scale`` are those of the dropout, without which
-    ``p_seed`` is None, and another parameter is the operand of its name in lower case.
+    distance along its first axis and ``s1_NAME`` along its second, ``threshold`` and ``scale`` are
+    those of the dropout, without which ``p_seed`` is None, and another parameter is the operand of
+    its name in lower case.
     """
     of = known(kernel)
     if of.drops:
@@ -216,7 +215,7 @@ def launch(kernel: Any, programs: tuple[int, ...], a: Any = None, **given: Any) 
     plan = of.plans.get(names)
     if plan is None:
         plan = of.plans[names] = _Plan(of.names, names)
-    values = *given.values(), *plan.operands(a), *map(stride, plan.strided(a))
+    values = *given.values(), *plan.operands(a), *map(stride, plan.strided(a), plan.axes)
     start(kernel, programs, plan.order(values), {name: given[name] for name in plan.options})
 
 

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 from .common import (
-    Residency,
-    RowTile,
     dropout,
     even_programs,
     flat_rows,
@@ -28,26 +26,12 @@ from .common import (
     row_channels,
     row_tile,
     store_rows,
+    store_stat,
     store_sum,
+    store_tile,
 )
 from .launch import cdiv, launch, launcher
 from .sums import sum_partials
-
-
-def forward_tile(D: int, itemsize: int) -> RowTile:
-    """Up to D = 1024 one warp holds a whole row, so no sum crosses warps."""
-    return row_tile(D, itemsize, per_thread=32, num_warps=4)
-
-
-def backward_tile(D: int, itemsize: int) -> RowTile:
-    """32 bytes of each operand per thread. With the weight, the sums and the next tile they fill
-    its registers."""
-    return row_tile(D, itemsize, per_thread=32 // itemsize, num_warps=4)
-
-
-def backward_residency(tile: RowTile, fused: bool) -> Residency:
-    """Few warps with many registers: speed depends on the bytes in flight, not on the warps."""
-    return residency(12 if fused else 16, tile.num_warps)
 
 
 @triton.jit(do_not_specialize=["T", "threshold"])
@@ -63,8 +47,7 @@ def layer_norm_fwd_kernel(
     o_t = first + tl.arange(0, BT).to(tl.int64)
     m_t = o_t < T
     b_s = load_rows(p_x + o_row * s_x + o_d, m, BA, BT, BC).to(tl.float32)
-    if p_seed is not None:
-        b_s = dropout(b_s, p_seed, o_t, threshold, scale, BA, BT, BC)
+    b_s = dropout(b_s, p_seed, o_t, threshold, scale, BA, BT, BC)
     if p_residual is not None:
         b_s += load_rows(p_residual + o_row * s_residual + o_d, m, BA, BT, BC).to(tl.float32)
     if p_sum is not None:
@@ -79,8 +62,8 @@ def layer_norm_fwd_kernel(
         b_y += load_rows(p_bias + o_d, o_d < D, BA, BT, BC)
     store_rows(p_y + o_row * s_y + o_d, b_y, m, BA, BT, BC)
     if not RMS:
-        tl.store(p_mean + o_t, tl.reshape(b_mean, (BT,)), mask=m_t)
-    tl.store(p_rstd + o_t, tl.reshape(b_rstd, (BT,)), mask=m_t)
+        store_stat(p_mean, b_mean, o_t, m_t)
+    store_stat(p_rstd, b_rstd, o_t, m_t)
 
 
 @triton.jit
@@ -144,13 +127,10 @@ def layer_norm_bwd_kernel(
         b_ds = norm_backward(b_ds, b_n, b_r, D, RMS)
         if p_dsum is not None:
             b_ds += b_dsum.to(tl.float32)
-        if p_dresidual is not None:
-            store_rows(p_dresidual + o_row * s_dresidual + o_flat, b_ds, m, BA, BT, BC)
-        if p_dx is not None:
-            if p_seed is not None:
-                o_t = first + tl.arange(0, BT).to(tl.int64)
-                b_ds = dropout(b_ds, p_seed, o_t, threshold, scale, BA, BT, BC)
-            store_rows(p_dx + o_row * s_dx + o_flat, b_ds, m, BA, BT, BC)
+        store_tile(p_dresidual, s_dresidual, o_row, o_flat, m, b_ds)
+        o_t = first + tl.arange(0, BT).to(tl.int64)
+        b_ds = dropout(b_ds, p_seed, o_t, threshold, scale, BA, BT, BC)
+        store_tile(p_dx, s_dx, o_row, o_flat, m, b_ds)
         b_s, b_dy, b_dsum, b_mean, b_rstd = next_s, next_dy, next_dsum, next_mean, next_rstd
     if p_partial is not None:
         p = p_partial + tl.program_id(0).to(tl.int64) * 2 * D + o_d
@@ -161,9 +141,8 @@ def layer_norm_bwd_kernel(
 @launcher
 def layer_norm_forward(a):
     T, D = a.x.shape
-    if T == 0:
-        return
-    tile = forward_tile(D, a.x.element_size())
+    # Up to D = 1024 one warp holds a whole row, so no sum crosses warps.
+    tile = row_tile(D, a.x.element_size(), per_thread=32, num_warps=4)
     # Drawing the dropout mask needs registers: for sm_100 ptxas would use only 80, and spill.
     registers = 128 if a.dropout_p > 0 else None
     programs = (cdiv(T, tile.BT),)
@@ -173,16 +152,18 @@ def layer_norm_forward(a):
 @launcher
 def layer_norm_backward(a):
     T, D = a.sum.shape
-    tile = backward_tile(D, a.sum.element_size())
-    programs, registers = backward_residency(tile, a.dsum is not None or a.dropout_p > 0)
+    itemsize, fused = a.sum.element_size(), a.dsum is not None or a.dropout_p > 0
+    # 32 bytes of each operand per thread. With the weight, the sums and the next tile they fill its
+    # registers. Speed depends on the bytes in flight, not on the warps, so there are few.
+    tile = row_tile(D, itemsize, per_thread=32 // itemsize, num_warps=4)
+    programs, registers = residency(12 if fused else 16, tile.num_warps)
     programs = even_programs(cdiv(T, tile.BT), programs * multiprocessors(a.sum.device))
     partial = None
     if a.dweight is not None or a.dbias is not None:
         partial = a.rstd.new_empty(programs, 2, 1, D)
-    if T > 0:
-        launch(
-            layer_norm_bwd_kernel, (programs,), a, p_partial=partial, T=T, D=D,
-            maxnreg=registers, **tile._asdict(),
-        )  # fmt: skip
+    launch(
+        layer_norm_bwd_kernel, (programs,), a, p_partial=partial, T=T, D=D, maxnreg=registers,
+        **tile._asdict(),
+    )  # fmt: skip
     if partial is not None:
         sum_partials(partial, a.dweight, a.dbias)

@@ -103,13 +103,9 @@ def mix_rows_dot_kernel(
         k = (first_k + (start + o_k) * step_k).to(tl.int64)
         b_w = tl.load(p_weight + o_w + k[:, None], mask=m_k[:, None] & m_r[None, :], other=0.0)
         k, m_k = k[:, None, None], m_k[:, None, None]
-        b_x = tl.load(p_states + k * s_state + o_x, mask=m_k & m_x, other=0.0)
-        if p_norm_weight is not None:
-            b_x *= tl.load(p_norm_weight + k * D + o_d, mask=m_k & m_d, other=0.0)
-        if p_norm_bias is not None:
-            b_x += tl.load(p_norm_bias + k * D + o_d, mask=m_k & m_d, other=0.0)
-        b_x = rounded(b_x, tl.bfloat16)
-        b_x = tl.permute(tl.reshape(b_x, (BK, BT * BD)), (1, 0))
+        o_kx, m_kx, m_kd = k * s_state + o_x, m_k & m_x, m_k & m_d
+        b_z = _load_state(p_states, p_norm_weight, p_norm_bias, o_kx, k * D + o_d, m_kx, m_kd)
+        b_x = tl.permute(tl.reshape(rounded(b_z, tl.bfloat16), (BK, BT * BD)), (1, 0))
         b_sum = dot_weight(b_x, b_w, b_sum)
     b_sum = tl.reshape(tl.permute(b_sum, (1, 0)), (BR, BT, BD))
     tl.store(p_out + o_out, rounded(b_sum, p_out.dtype.element_ty), mask=m_out)
@@ -245,13 +241,8 @@ def mix_rows(a):
         else:
             kernel, BR = mix_rows_kernel, next_power_of_2(count)
             BT, BD = _stream_tile(T, D, 128, 2048 if count <= 8 else 1024)
-            sides = {
-                "PER_CHANNEL": a.weight.dim() == 3,
-                "BT": BT,
-                "BD": BD,
-                "STAGES": 4,
-                "num_warps": 4,
-            }
+            vector = a.weight.dim() == 3
+            sides = {"PER_CHANNEL": vector, "BT": BT, "BD": BD, "STAGES": 4, "num_warps": 4}
         grid = (cdiv(T, BT) * cdiv(D, BD),)
         for i, (K, k) in enumerate(progressions(a.sources, limit=len(a.sources))):
             call(

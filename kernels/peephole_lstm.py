@@ -199,8 +199,6 @@ def peephole_lstm_forward(a):
             out.zero_()
     _start(a.h_last, a.h0)
     _start(a.c_last, a.c0)
-    if B == 0:
-        return
     grid = (cdiv(B, sides["BB"]), cdiv(H, sides["BH"]))
     for step in range(T):
         before = a.h if step or a.h0 is None else a.h0
@@ -222,7 +220,7 @@ def peephole_lstm_backward(a):
     _start(dc, a.dc_last)
     grid = (cdiv(B, sides["BB"]), cdiv(H, sides["BH"]))
     sums = a.c.new_zeros(max(1, grid[0]), 3, H)
-    for step in reversed(range(T if B else 0)):
+    for step in reversed(range(T)):
         call(
             peephole_lstm_bwd_kernel, grid,
             a.dh, a.dh_last, a.weight, a.peephole, a.c0, a.lengths, a.c, a.gates, a.df, dc, sums,
