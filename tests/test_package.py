@@ -31,15 +31,15 @@ case "$2" in *.so) cp {library} "$2";; *) : > "$2";; esac
 """
 
 
-def run(*command, cwd, fails=False, **environment):
+def run(*command, cwd, **environment):
     """Runs a command in ``cwd`` without the tree on Python's path; returns what it printed."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=inherited | environment,
         capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
-    assert done.returncode == int(fails), done.stdout + done.stderr
-    return done.stderr if fails else done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def of_tree(*folders):
@@ -49,7 +49,7 @@ def of_tree(*folders):
     return {str(path) for path in sources if not path.is_relative_to("deepfast/kernels")}
 
 
-def compiler(folder, library=os.devnull):
+def compiler(folder, library):
     """A compiler that writes empty objects, and links them to a copy of ``library``."""
     path = folder / "compiler"
     path.write_text(COMPILER.format(library=library))
@@ -102,16 +102,10 @@ def test_an_sdist_installs_without_a_compiler(sdist, tmp_path):
     assert {name.partition("/")[0] for name in found - wanted if "/" in name} == {
         "deepfast.egg-info"
     }
-    here, deepfast = install(sdist, tmp_path), (sys.executable, "-m", "deepfast")
+    here = install(sdist, tmp_path)
     run(sys.executable, ROOT / "tests" / "installed.py", "reference", **here)
-    said = run(*deepfast, "info", "--device", "cpu", **here)
+    said = run(sys.executable, "-m", "deepfast", "info", "--device", "cpu", **here)
     assert re.search("^build    the C.. ops of .* are not compiled; `deepfast build` ", said, re.M)
-    assert "found no C++ compiler" in run(*deepfast, "build", fails=True, **here)
-    # The sources are installed, and a compiler that writes nothing useful breaks no import.
-    here |= compiler(tmp_path)
-    assert "files to compile: about" in run(*deepfast, "build", **here)
-    said = run(*deepfast, "info", "--device", "cpu", **here)
-    assert "build    the C++ ops do not load: " in said
 
 
 @pytest.mark.slow

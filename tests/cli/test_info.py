@@ -54,12 +54,9 @@ def test_the_mode_of_checks_is_told(info):
         assert f"no check was made here; DEEPFAST_SELFCHECK={mode}: " in text
 
 
-@pytest.mark.parametrize(
-    ("variable", "known"), [("SELFCHECK", "first-use, off, require"), ("BACKEND", "cuda, ")]
-)
-def test_a_wrong_variable_is_one_sentence(monkeypatch, capsys, variable, known):
-    monkeypatch.setenv(f"DEEPFAST_{variable}", "fast")
+def test_a_wrong_variable_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("DEEPFAST_SELFCHECK", "fast")
     assert main(["info", "--device", "cpu"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"deepfast info: DEEPFAST_{variable}: expected one of {known}")
+    assert said.startswith("deepfast info: DEEPFAST_SELFCHECK: expected one of first-use, off, ")
     assert said.count("\n") == 1

@@ -128,11 +128,8 @@ def test_hops_by_layers_by_words(show, vocabulary):
     assert {"hop 1", "hop 2", "encoder: weight of each layer"} < {*texts}
     assert [word for word in texts if word in pieces] == pieces
     # Letters that no font has stay.
-    _, drawn = show(model, "\u0378 house $a_b$")
-    assert "\u0378" in drawn
-    assert ">$<" in drawn
-    for words in ([f"<de> {TEXT}"], [TEXT, "--language", "de"]):
-        assert "&lt;de&gt;" in show(model, *words)[1]
+    _, drawn = show(model, "\u0378 house $a_b$", "--language", "de")
+    assert all(text in drawn for text in ("\u0378", ">$<", "&lt;de&gt;"))
     _, drawn = show(model, TEXT, "--side", "decoder")
     assert "decoder: weight of each layer" in drawn
     assert "&lt;de&gt;" not in drawn

@@ -10,8 +10,8 @@ from deepfast.mt.data import Vocabulary
 
 SMALL = (
     "data.max_tokens=200", "model.dim=8", "model.num_heads=2", "model.ffn_dim=8",
-    "model.encoder_layers=1", "model.decoder_layers=1", "train.max_steps=4",
-    "train.validate_every=2", "train.save_every=2", "train.log_every=2", "train.threads=1",
+    "model.encoder_layers=1", "model.decoder_layers=1", "train.max_steps=3",
+    "train.validate_every=3", "train.save_every=3", "train.log_every=2", "train.threads=1",
 )  # fmt: skip
 TINY = (*SMALL, "data.train_size=200", "data.dev_size=20", "data.test_size=10")
 
@@ -36,8 +36,7 @@ def test_runs_that_end_well_and_diverge_and_fail(sweep, tmp_path):
     page, picture = tmp_path / "sweep" / "sweep.md", tmp_path / "sweep" / "sweep.svg"
     assert said.out.splitlines()[-2:] == [str(page), str(picture)]
     first, second = sorted(tmp_path.rglob("result.json"))
-    run, other = (json.loads(path.read_text()) for path in (first, second))
-    assert other.keys() == {"diverged", "machine"}
+    run = json.loads(first.read_text())
     assert run["sentences"].count(";") == 9
     assert page.read_text().count("\n| optim.lr=") == 2
     assert run["bleu_signature"] in page.read_text()
@@ -68,8 +67,7 @@ sweep:
   seeds: 2
   pilots: {key: optim.lr, values: [1.0e+38, 0.001], steps: 2}
   systems:
-    plain: {model: {encoder_connection: residual}}
-    DLCL: {model: {encoder_connection: dlcl}, train: {max_steps: 4}}
+    DLCL: {model: {encoder_connection: dlcl}}
     once: {model: {encoder_connection: attnres}, optim: {lr: 2.0e-3}, seeds: 1}
 """
 
@@ -82,7 +80,7 @@ def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(Vocabulary, "train", lambda *args, **options: (
         learned.append(1) or learn(*args, **options)
     ))  # fmt: skip
-    words = ["ein altes haus", "das rote haus", "ein rotes BUCH", "das alte buch"] * 30
+    words = ["ein altes haus", "das rote haus", "ein rotes BUCH", "das alte buch"] * 6
     for side in ("source", "target"):
         (tmp_path / side).write_text("\n".join(words))
     files = [f"data.{part}_{side}={tmp_path / side}" for part in ("train", "dev", "test")
@@ -94,14 +92,14 @@ def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
                f"data.cache={tmp_path}/ids")  # fmt: skip
     code, said = sweep(*command, "--plan")
     *measured, planned = said.out.splitlines()
-    names = ["plan of plain", "plan of DLCL", "plan of once"]
+    names = ["plan of DLCL", "plan of once"]
     assert [line.partition(", seed")[0] for line in measured] == names
-    assert planned.startswith("plan: runs 9, steps 28, hours 0.0 with --jobs 1, memory of a proces")
+    assert planned.startswith("plan: runs 5, steps 13, hours 0.0 with --jobs 1, memory of a proces")
     assert (code, [path.name for path in output.iterdir()]) == (0, [".lock"])
 
     code, said = sweep(*command)
     assert code == 0
-    assert "plan: runs 9" in said.out
+    assert "plan: runs 5" in said.out
     assert "DLCL, optim.lr=1e+38, seed 1: diverged, step " in said.out
     assert len(list((tmp_path / "ids").rglob("about.json"))) == len(learned) == 1
     text = (output / "sweep.md").read_text()
@@ -126,7 +124,7 @@ def test_systems_with_a_plan_and_pilots(sweep, tmp_path, monkeypatch):
     assert sweep(*command, "--only", "once")[0] == 0
     assert not (output / "DLCL" / "seed-2").exists()
     left = (output / "sweep.md").read_text()
-    assert [left.count(f"\n| {name} | ") for name in ("plain", "once")] == [1, 1]
+    assert [left.count(f"\n| {name} | ") for name in ("DLCL", "once")] == [1, 1]
     # Without any result there is no page.
     code, said = sweep(*command, "--jobs", "0", output="empty")
     assert (code, said.out) == (0, "")

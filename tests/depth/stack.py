@@ -1,7 +1,6 @@
 """A stack of cheap layers around a depth connection, and the connection in plain torch."""
 
 import contextlib
-import copy
 import gc
 
 import pytest
@@ -21,16 +20,6 @@ CONNECTIONS = {
 }
 EACH = pytest.mark.parametrize("name", CONNECTIONS)
 INPLACE = pytest.mark.parametrize("inplace", [True, False])
-NORMS = ["pre", "post", "pre rms", "post rms", None]
-WEIGHTS = ["scalar", "group", "vector"]
-
-
-def form(norm, weight="scalar", dim=DIM):
-    """The options of a DLCL: where its norms are, of which kind, and the shape of its weights."""
-    where, _, kind = (norm or "").partition(" ")
-    groups = max(1, min(5, dim - 1)) if weight == "group" else None
-    norms = {"norm": where or None, "norm_type": kind or "layer"}
-    return norms | {"weight_type": weight, "groups": groups}
 
 
 class Stack(nn.Module):
@@ -81,27 +70,6 @@ def results(stack, history, y, dout):
     out.backward(dout.to(out.dtype))
     grads = {name: p.grad for name, p in stack.named_parameters() if p.requires_grad}
     return {"out": out.detach(), "y": y.grad} | grads
-
-
-def assert_accurate(tolerances, stack, dtype=torch.float32, *, y=None, tokens=3, **history):
-    """The engine against plain torch in the same dtype and in float64.
-
-    Rounding errors grow along a chain, and one run may be lucky: over seven embeddings that differ
-    by one rounding, the plain form's error of a norm's gradient lies between 1.9e-5 and 5e-5. The
-    plain form runs on three of them, and its error is the largest.
-    """
-    y = torch.randn(tokens, stack.depth.dim) if y is None else y
-    y, dout = y.to(dtype), torch.randn(y.shape)
-    other, exactly = copy.deepcopy(stack), copy.deepcopy(stack).double()
-    plain = tolerances.plain_dtype(dtype)
-    got = results(stack, DepthHistory(**history), y, dout)
-    near = [y.to(plain) * (1 + step * torch.finfo(plain).eps) for step in (0, -0.5, 1)]
-    runs = [results(other, other.plain(plain), one, dout) for one in near]
-    exact = results(exactly, exactly.plain(), y.double(), dout)
-    worst = {
-        k: max((run[k] for run in runs), key=lambda x: tolerances.error(x, exact[k])) for k in exact
-    }
-    tolerances.assert_all_accurate(got, worst, exact, dtype)
 
 
 def leaf(*shape, dtype=torch.float32):

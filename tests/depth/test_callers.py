@@ -23,8 +23,8 @@ def test_bit_identical_on_any_number_of_threads(threads, name):
 @EACH
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-def test_gradients_keep_the_dtype_of_their_input(backend, name, given, parameters):
-    stack = Stack(name, backend=backend)
+def test_gradients_keep_the_dtype_of_their_input(name, given, parameters):
+    stack = Stack(name)
     stack.depth.to(parameters)
     found = results(stack, history(), torch.randn(3, DIM).to(given), torch.randn(3, DIM))
     assert found["out"].dtype == found["y"].dtype == given
@@ -35,10 +35,10 @@ def test_gradients_keep_the_dtype_of_their_input(backend, name, given, parameter
 @EACH
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [torch.float32, None])
-def test_autocast(backend, name, first, state_dtype):
+def test_autocast(name, first, state_dtype):
     """Whatever the embedding is, and though layers end with a product in 16 bits."""
     make, own = CONNECTIONS[name]
-    m, h = make(2, 5, state_dtype=state_dtype, backend=backend, **own), DepthHistory()
+    m, h = make(2, 5, state_dtype=state_dtype, **own), DepthHistory()
     y = torch.randn(3, 5, dtype=first, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         x = m(y, h)
@@ -49,7 +49,7 @@ def test_autocast(backend, name, first, state_dtype):
     assert y.grad.dtype == first
     if first == state_dtype:
         # A residual stream keeps its precision.
-        stack = Stack(name, backend=backend)
+        stack = Stack(name)
         y, expected = y.detach().new_ones(3, DIM), stack(y.new_ones(3, DIM), history())
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(stack(y, history()), expected)

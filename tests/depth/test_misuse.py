@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepfast.nn import AttentionResiduals, DepthHistory, LayerNorm
+from deepfast.nn import DepthHistory, LayerNorm
 from tests.depth.stack import CONNECTIONS, DIM, EACH, TOKENS, Stack, history, leaf
 
 X = torch.ones(TOKENS, DIM)
@@ -39,9 +39,9 @@ SECOND = [
 
 
 @EACH
-def test_a_push_that_does_not_fit(backend, name):
+def test_a_push_that_does_not_fit(name):
     """As the first or the second one: the history can be used again."""
-    stack, first = Stack(name, backend=backend), leaf()
+    stack, first = Stack(name), leaf()
     want, h = stack(first, history()), history()
     norm = [(X, {"out_norm": NORM}, ValueError, "out_norm must be None")] * (name == "post-norm")
     for y, options, error, words in FIRST:
@@ -59,8 +59,8 @@ def test_a_push_that_does_not_fit(backend, name):
 
 
 @EACH
-def test_histories(backend, name):
-    a, b, y, h = Stack(name, backend=backend), Stack(name, backend=backend), leaf(), history()
+def test_histories(name):
+    a, b, y, h = Stack(name), Stack(name), leaf(), history()
     x = a.push(y, h)
     with pytest.raises(RuntimeError, match="belongs to another stack"):
         b.push(x, h)
@@ -84,20 +84,6 @@ def test_histories(backend, name):
         a.push(out, h)
     given = DepthHistory(inplace=False)
     assert (given or DepthHistory()) is given
-
-
-def test_mean_weights_of_something_else():
-    m, v = AttentionResiduals(1, DIM), torch.randn(3, DIM)
-    for pushed, message in (
-        (None, "pushed must be a list of tensors, got NoneType"),
-        ([v], "pushed must hold 2 tensors, got 1"),
-        ([v, 1], r"pushed\[1\] must be a tensor, got int"),
-        ([v, v[:2]], r"pushed\[1\] must have pushed\[0\]'s shape"),
-        ([v[:, 1:]] * 2, "the input must be"),
-        ([v[:0]] * 2, "pushed must have tokens"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"^AttentionResiduals: {message}"):
-            m.mean_weights(pushed)
 
 
 FORMS = [

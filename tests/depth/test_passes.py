@@ -1,15 +1,12 @@
 """Passes: derivatives that are refused, what passes share, and what their end frees."""
 
 import contextlib
-import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from tests.depth.stack import DIM, EACH, INPLACE, LAYERS, TOKENS, Stack, history, leaf, no_gc
@@ -17,11 +14,11 @@ from tests.depth.stack import DIM, EACH, INPLACE, LAYERS, TOKENS, Stack, history
 
 @EACH
 @pytest.mark.parametrize("normalize_embedding", [True, False])
-def test_parameters_changed_before_backward(backend, name, normalize_embedding):
+def test_parameters_changed_before_backward(name, normalize_embedding):
     """The gradient is that of the forward pass."""
     dlcl = name in ("dlcl", "post-norm")
     options = {"normalize_embedding": normalize_embedding} if dlcl else {}
-    stack, y = Stack(name, backend=backend, **options), leaf()
+    stack, y = Stack(name, **options), leaf()
     (want,) = torch.autograd.grad(stack(y, history()).square().sum(), y)
     for p in stack.depth.parameters():
         loss, before = stack(y, history()).square().sum(), p.detach().clone()
@@ -36,10 +33,10 @@ def test_parameters_changed_before_backward(backend, name, normalize_embedding):
 
 
 @EACH
-def test_derivatives_that_are_refused(backend, name):
+def test_derivatives_that_are_refused(name):
     """Of second order, also of a linear loss. Forward mode is refused with and without gradients;
     the tangent is never silently zero."""
-    stack, y = Stack(name, backend=backend), leaf()
+    stack, y = Stack(name), leaf()
     for inplace in (True, False):
         for power in (1, 2):
             loss = stack(y, history(inplace)).pow(power).sum()
@@ -74,23 +71,6 @@ def test_a_backward_inside_another_one_is_an_error(name, where):
 # ---- what passes share ---------------------------------------------------------------------------
 
 
-def test_threads_that_share_a_stack(backend):
-    """The first thread that needs a schedule makes it; no thread sees an incomplete one."""
-    first, y = Stack(layers=30, backend=backend), torch.randn(3, DIM)
-    expected = first(y, history())
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(3):
-            stack = Stack(layers=30, backend=backend)
-            stack.load_state_dict(first.state_dict())
-            with ThreadPoolExecutor(4) as pool:
-                outs = list(pool.map(lambda _, s=stack: s(y, history()), range(4)))
-            assert_close(outs, [expected] * 4, rtol=0, atol=0)
-    finally:
-        sys.setswitchinterval(before)
-
-
 @EACH
 def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
     stack, fresh, y = Stack(name, backend=backend), Stack(name, backend=backend), leaf()
@@ -112,10 +92,10 @@ def test_a_fake_or_inference_pass_leaves_nothing_behind(backend, name):
     "learns",
     ["everything", "connection", "layers", "upper layers", "nothing", "no_grad", "inference_mode"],
 )
-def test_the_end_of_a_pass_frees_the_states(backend, name, learns):
+def test_the_end_of_a_pass_frees_the_states(name, learns):
     """Although the caller keeps the history and the result. Where the first boundaries need no
     gradient, they have no autograd node that does it."""
-    stack, y, h = Stack(name, backend=backend), leaf(), history()
+    stack, y, h = Stack(name), leaf(), history()
     y.requires_grad_(learns not in ("connection", "layers", "upper layers", "nothing"))
     stack.depth.requires_grad_(learns not in ("layers", "upper layers", "nothing"))
     stack.scales.requires_grad_(learns != "nothing")
@@ -136,11 +116,11 @@ def test_the_end_of_a_pass_frees_the_states(backend, name, learns):
 @EACH
 @INPLACE
 @pytest.mark.parametrize("end", ["none", "no_grad", "forward", "checkpointed", "backward"])
-def test_the_states_of_a_pass_that_ends_early_are_freed(backend, name, inplace, end):
+def test_the_states_of_a_pass_that_ends_early_are_freed(name, inplace, end):
     """With the history and the result: without backward, half-way without gradients, and where a
     layer fails in forward, in a checkpointed function, or in backward. A history does not hold the
     graph: a caller who keeps it keeps the states, not the activations."""
-    stack, y = Stack(name, backend=backend), leaf()
+    stack, y = Stack(name), leaf()
 
     def run(h):
         x = stack.push(y, h)

@@ -12,7 +12,6 @@ MODEL = {"dim": 512, "tokens": 8192}
 # A loss over few words is counted faster.
 SMALL = MODEL | {"vocab_size": 2000}
 LATENT = {"connection": "latent", "decoder_layers": 0}
-ATTENTION = {"connection": "attnres", "decoder_connection": "block_attnres", "decoder_layers": 6}
 POST = {"connection": "residual", "norm": "post", "dtype": "bfloat16", "decoder_layers": 0}
 
 
@@ -41,8 +40,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("free", "kind"), [
-    ("num_layers", LATENT), ("dim", POST), pytest.param("tokens", POST, marks=SLOW),
-    pytest.param("dim", ATTENTION, marks=SLOW),
+    ("num_layers", LATENT), ("dim", POST),
     pytest.param("tokens", {"decoder_connection": "dlcl", "decoder_layers": 2}, marks=SLOW),
 ])  # fmt: skip
 def test_solving_inverts(free, kind):
@@ -56,15 +54,13 @@ def test_solving_inverts(free, kind):
     assert _record.cache_info().misses - before <= (0 if free == "num_layers" else 8)
     assert getattr(found.sizes, free) == sizes[free]
     assert found.fits
-    # One more does not fit, and the plan says so.
+    # One more does not fit.
     step = 64 if free == "dim" else 1
-    more = plan(budget=budget, **given, **{free: sizes[free] + step}, **kind)
-    assert not more.fits
-    assert more.advice
+    assert plan(**sizes | {free: sizes[free] + step}, **kind).budget > budget
 
 
 def test_the_smallest_budget_is_that_of_the_most_frugal_policy_and_costs_time():
-    sizes = {"num_layers": 30, **SMALL}
+    sizes = {"num_layers": 12, **SMALL}
     smallest, most = plan(**sizes), plan(**sizes, budget="1TiB")
     assert smallest.fits
     assert smallest.budget == min(
@@ -74,7 +70,7 @@ def test_the_smallest_budget_is_that_of_the_most_frugal_policy_and_costs_time():
     )
     assert plan(**sizes, recompute="ffn", decoder_recompute="none").budget > smallest.budget
     times = [1.0]
-    for part in (1.0, 0.6, 0.2, 0.0):
+    for part in (1.0, 0.4, 0.0):
         budget = int(smallest.budget + part * (most.peak - smallest.budget))
         found = plan(**sizes, budget=budget)
         assert found.fits
@@ -116,7 +112,6 @@ def test_what_a_plan_says():
     assert found.table["parameters"] == 4 * found.sizes.parameters
     assert found.table["optimizer"] == 8 * found.sizes.parameters
     assert found.table["allocator margin"] > 0
-    assert plan(budget="40GiB", **sizes, device="cpu").table["allocator margin"] == 0
 
 
 def test_recomputation_is_that_of_the_design():
@@ -136,7 +131,6 @@ def test_recomputation_is_that_of_the_design():
      "three of them, got none for num_layers and dim"),
     ({"decoder_layers": 0, "decoder_recompute": "ffn"}, "decoder_recompute: expected none "
      "without a decoder, got 'ffn' for decoder_layers=0"),
-    ({"dim": 2.5}, r"dim: expected an integer of at least 1, got 2\.5"),
     ({"tokens": True}, "tokens: expected an integer of at least 1, got True"),
     ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads 8, got 3"),
     ({"vocab_size": 0}, "vocab_size: expected at least 1 with a decoder, got 0"),
@@ -151,7 +145,6 @@ def test_recomputation_is_that_of_the_design():
     ({"reads": 1}, "^reads: expected none without connection attnres or block_attnres, got 1 "
      "with dlcl and residual$"),
     ({"connection": "attnres", "weight_type": "vector"}, "^weight_type: expected none without"),
-    ({"dropout": 0.1}, "dropout: expected True or False, got 0.1"),
     ({"dim": None, "budget": "8GiB", "num_heads": 1.5},
      "num_heads: expected an integer of at least 1, got 1.5"),
     ({"num_layers": None, "budget": "1MiB"}, r"budget: expected at least .* for "
@@ -168,16 +161,14 @@ def test_advice_names_what_fits():
     assert not tight.fits
     assert tight.advice.startswith("it fits with recompute policies ")
     assert plan(budget="6GiB", num_layers=60, **base, recompute=tight.what_fits.recompute).fits
-    none = plan(budget="1MiB", num_layers=2, **base)
-    assert none.advice.startswith("it needs a budget of ")
-    assert none.what_fits.budget == plan(num_layers=2, **base).peak
 
 
 @SLOW
-@pytest.mark.parametrize(("num_heads", "budget", "step"), [(None, "8GiB", 64), (6, "480MiB", 12)])
-def test_the_sizes_advised_are_the_roundest_that_fit(num_heads, budget, step):
+def test_the_sizes_advised_are_the_roundest_that_fit():
+    """Where no size fits, the advice has the budget alone."""
+    step, budget = 12, "480MiB"
     sizes = {"num_layers": 300, "dim": 1536, "tokens": 1024, "vocab_size": 1000,
-             "decoder_layers": 1, "num_heads": num_heads}  # fmt: skip
+             "decoder_layers": 1, "num_heads": 6}  # fmt: skip
     found = plan(budget=budget, **sizes)
     told = found.what_fits
     assert found.advice.startswith("what fits is ")
@@ -189,6 +180,9 @@ def test_the_sizes_advised_are_the_roundest_that_fit(num_heads, budget, step):
         if (count := getattr(told, name)) is not None:
             assert plan(budget=budget, **sizes | {name: count}).fits
             assert not plan(budget=budget, **sizes | {name: count + more}).fits
+    none = plan(budget="1MiB", **SMALL, num_layers=2, decoder_layers=0)
+    assert none.advice.startswith("it needs a budget of ")
+    assert none.what_fits.budget == plan(**SMALL, num_layers=2, decoder_layers=0).peak
 
 
 @SLOW

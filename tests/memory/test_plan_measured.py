@@ -92,13 +92,12 @@ def check(case):
 LATENT = {"connection": "latent", "norm": "pre"}
 DEEP = {"num_layers": 18, "dim": 44, "num_heads": 4, "ffn_dim": 89, "batch": 13}
 CASES = {
-    **{f"{kind}, {policy}": ENCODER | DEEP | {"connection": kind, "recompute": policy}
-       for kind in ("dlcl", "attnres", "block_attnres") for policy in ("none", "layer+input")},
+    **{kind: ENCODER | DEEP | {"connection": kind}
+       for kind in ("dlcl", "attnres", "block_attnres")},
+    "inputs recomputed": ENCODER | DEEP | {"recompute": "layer+input"},
     # Gradients need more memory than the activations of few tokens.
     "weights scaled by gates, bfloat16": ENCODER | LATENT
     | {"recompute": "layer", "batch": 4, "dtype": "bfloat16"},
-    "25 layers of latent depth": ENCODER | LATENT
-    | {"num_layers": 25, "dim": 128, "ffn_dim": 512, "batch": 8},
     # Wide heads and a narrow feed-forward block, so that keys and values have a large share.
     "one head of keys": ENCODER | {"num_heads": 4, "ffn_dim": 64, "num_kv_heads": 1},
     "two policies": ENCODER | DEEP
@@ -161,14 +160,8 @@ def cases(draw):
     return case
 
 
-@settings(max_examples=8)
+@pytest.mark.slow
+@settings(max_examples=15)
 @given(cases())
 def test_sizes_at_random(case):
-    check(case)
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(cases())
-def test_many_sizes_at_random(case):
     check(case)
