@@ -20,10 +20,10 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(("form", "name", "backend", "options"), [
     ("whole", "below", "aot_eager", {"recompute": "layer+input"}),
-    ("method", "torch post-norm", "eager", {}),
     ("layers", "sequential", "aot_eager", {"recompute": "layer+input"}),
     ("layers", "torch pre-norm", "aot_eager", READS),
     *(pytest.param(*row, marks=SLOW) for row in (
+        ("method", "torch post-norm", "eager", {}),
         ("whole", "bert", "aot_eager", {}),
         ("whole", "llama", "aot_eager", READS),
         ("whole", "timm", "aot_eager", GATED),
