@@ -19,11 +19,11 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("form", "name", "backend", "options"), [
-    ("whole", "below", "aot_eager", {"recompute": "layer+input"}),
-    ("layers", "sequential", "aot_eager", {"recompute": "layer+input"}),
-    ("layers", "torch pre-norm", "aot_eager", READS),
+    ("whole", "below", "eager", {"recompute": "layer+input"}),
+    ("layers", "torch pre-norm", "eager", READS),
     *(pytest.param(*row, marks=SLOW) for row in (
         ("method", "torch post-norm", "eager", {}),
+        ("layers", "sequential", "aot_eager", {"recompute": "layer+input"}),
         ("whole", "bert", "aot_eager", {}),
         ("whole", "llama", "aot_eager", READS),
         ("whole", "timm", "aot_eager", GATED),

@@ -161,7 +161,7 @@ def test_bytes():
 
 class Reading(Block):
     """A layer that reads attributes of several kinds, another module's weight, and what its loop
-    tells it: a dict, whose entries it also replaces, and an object."""
+    tells it: a dict and an object, in both of which it also replaces something."""
 
     def __init__(self):
         super().__init__()
@@ -172,13 +172,14 @@ class Reading(Block):
         table["calls"] = table["calls"] + 1.0
         x = x * table["scale"] * told.scale * table["calls"]
         table["loss"] = table.get("loss", 0.0) + x.mean()
+        told.loss = told.loss + x.mean()
         x = x + self.function(self.linear(self.norm(x @ self.parent[0])))
         return x + self.options["shifts"][0]
 
 
 def reading(recompute):
     """A connected loop of such layers, and what it tells them."""
-    told = {"scale": 1.0, "calls": 0.0}, SimpleNamespace(scale=torch.ones(()))
+    told = {"scale": 1.0, "calls": 0.0}, SimpleNamespace(scale=torch.ones(()), loss=0.0)
     run = functools.partial(every, call=lambda block, x: block(x, *told))
     return connected_loop(run, Reading, recompute=recompute), told
 
@@ -205,6 +206,7 @@ def test_a_layer_that_is_another_one_in_backward_is_an_error(change, said):
 def test_what_a_layer_replaces_in_an_argument_is_as_in_forward():
     found = []
     for recompute in CONNECT_POLICIES:
-        model, (table, _) = reading(recompute)
-        found.append(models.of_loss(model, model(X).sin().sum() + table["loss"]))
+        model, (table, told) = reading(recompute)
+        out = model(X).sin().sum()
+        found.append(models.of_loss(model, out + table["loss"] + 2 * told.loss))
     torch.testing.assert_close(found[1:], [found[0]] * 2)

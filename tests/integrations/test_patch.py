@@ -220,3 +220,10 @@ def test_a_model_without_its_weights_is_refused(kind):
     with pytest.raises(ValueError, match="before sharding; got a Parameter on meta in"):
         deepfast.patch(norms)
     assert not swapped(norms)
+
+
+def test_a_call_without_a_tensor_is_refused():
+    for norm, op in ((nn.LayerNorm(3), "layer_norm"), (nn.RMSNorm(3), "rms_norm")):
+        deepfast.patch(norm)
+        with pytest.raises(TypeError, match=f"^{op}: x must be a tensor, got NoneType"):
+            norm(None)
