@@ -109,16 +109,15 @@ def connected(layer=TwoParts, sublayers=NAMES, **options):
     return connected_loop(layer=layer, **options).double()
 
 
-def literal(model, x, query, gamma=None, size=None):
+def literal(model, x, query, gamma=None, size=1):
     """x_r = sum_k softmax_k(q_r . RMSNorm(v_k)) v_k: v_0 is x, and each sublayer adds one. With
-    gamma x_r = sum_k v_k + gamma_r times that. size: the sublayers in a block."""
+    gamma x_r = sum_k v_k + gamma_r times that. size: the sublayers in a block; 1 is the full form.
+    """
     states = [x]
 
     def read():
         row = len(states) - 1
-        if size is not None:
-            return attention_residuals.block(states, query, row, size)
-        found = attention_residuals.full(states, query, row)
+        found = attention_residuals.block(states, query, row, size)
         return found if gamma is None else sum(states) + gamma[row] * found
 
     for layer in model.blocks:

@@ -235,10 +235,9 @@ CASES = {
     "neox, one by one": _hf("GPTNeoXForCausalLM", "gpt_neox:layers", use_parallel_residual=False),
     "gemma2": _hf("Gemma2ForCausalLM", "model:layers"),
 }
-PRE_NORM = [name for name, case in CASES.items() if case.norm == "pre"]
-"""Attention residuals are for these."""
-SUBLAYERS = [name for name in PRE_NORM if name not in ("sequential", "below", "twice")]
-"""Their sublayers are known."""
+UNKNOWN = "sequential", "below", "twice"
+SUBLAYERS = [n for n, case in CASES.items() if case.norm == "pre" and n not in UNKNOWN]
+"""Those whose sublayers are known."""
 READS = {"connection": "attnres", "sublayers": "auto"}
 GATED = READS | {"additive": "gated"}
 

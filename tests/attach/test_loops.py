@@ -17,7 +17,6 @@ from torch import nn
 from deepfast import connect, disconnect
 from deepfast.attach.passes import CONNECT_POLICIES, NAME
 from tests.attach import models
-from tests.attach.layers import connected
 from tests.attach.models import CASES, READS, Block, Loop, X, connected_loop, every, gradients
 from tests.attach.test_refusals import done
 
@@ -27,13 +26,11 @@ def test_layers_that_run_without_their_parent_are_warned_of_once():
     outer = models.Outer(done(Loop()))
     outer.encoder(X).sum().backward()
     outer.eval()(X)
-    # The copies warn too, but the copy of a layer, which may run on its own, does not.
-    copies = [copy.deepcopy(outer), pickle.loads(pickle.dumps(outer)), outer]
+    # A copy warns too, but the copy of a layer, which may run on its own, does not.
     layer = copy.deepcopy(outer.encoder.blocks[0]).train()
     assert len(pickle.dumps(layer)) < len(pickle.dumps(outer)) / 2
-    told = "layers of Loop.blocks run in training .* forward of Loop does not"
-    for model in copies:
-        with pytest.warns(UserWarning, match=told):
+    for model in (copy.deepcopy(outer), outer):
+        with pytest.warns(UserWarning, match=r"layers of Loop.blocks run in training .* does not"):
             model.train()(X)
     outer(X).sum().backward()
     outer.encoder(X)
@@ -82,22 +79,19 @@ def test_the_other_norm_than_the_layers_have_is_told():
 
 def test_stand_ins_are_taken_for_their_layers():
     """By their class, in a set, and where a loop sets an attribute."""
-    wide = models.does(lambda m, x, scale=1.0: Block.forward(m, x * scale))
 
     def run(blocks, x):
         for k, block in enumerate(blocks):
+            assert isinstance(block, Block)
+            assert block in known
             assert block != object()
             block.number = k
-            special = isinstance(block, wide) and block in parent.special
-            x = block(x, scale=3.0) if special else block(x)
+            x = block(x)
         return x
 
-    parent = Loop(run)
-    parent.blocks[1] = wide()
-    parent.special = {parent.blocks[1]}
-    plain = parent(X)
-    connect(parent, norm="pre", connection="denseformer")
-    assert torch.equal(parent(X), plain)
+    parent = done(Loop(run))
+    known = {*parent.blocks}
+    assert parent(X).shape == X.shape
     assert [block.number for block in parent.blocks] == [0, 1, 2]
     parent.forward = lambda x: nn.Sequential(*parent.blocks)(x)
     assert parent(X).shape == X.shape
@@ -139,40 +133,29 @@ def test_parameters_are_made_on_the_device_of_the_layers():
         assert all(p.grad.is_meta for p in made.parameters())
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize(("name", "options"), [
-    ("torch pre-norm", READS), ("sequential", {}), ("bert", {}), ("bart", {}), ("timm", READS),
-    ("t5", READS),
+    ("torch pre-norm", READS), ("sequential", {}), ("t5", READS),
 ])  # fmt: skip
-def test_copies(name, options, copied):
+def test_copies(name, options):
     """Nothing but the connection is new. A copy has its own one, and is the plain model without."""
     case = CASES[name]
     plain, model = case.make().eval(), case.connected(**options).eval()
     assert plain.state_dict().keys() < model.state_dict().keys()
     new = model.state_dict().keys() - plain.state_dict().keys()
     assert all(f"{NAME}." in name for name in new)
-    twin = copied(model)
-    wanted = case.run(model)
-    assert torch.equal(case.run(twin), wanted)
+    twins, wanted = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))], case.run(model)
     with torch.no_grad():
         for connection in case.connections(model):
             for p in connection.parameters():
                 p.add_(1)
-    assert torch.equal(case.run(twin), wanted)
     assert not torch.equal(case.run(model), wanted)
-    case.disconnect(twin)
-    assert repr(twin) == repr(plain)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
-    plain.load_state_dict(twin.state_dict())
-    assert torch.equal(case.run(twin), case.run(plain))
-
-
-def test_two_passes_before_a_backward():
-    model, x = connected(connection="block_attnres", block=2, recompute="layer"), X.double()
-    first, second = (gradients(model, model(x)) for x in (x, x + 1))
-    both = gradients(model, model(x), model(x + 1))
-    for name in both.keys() - {"output"}:
-        torch.testing.assert_close(both[name], first[name] + second[name])
+    for twin in twins:
+        assert torch.equal(case.run(twin), wanted)
+        case.disconnect(twin)
+        assert repr(twin) == repr(plain)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+        plain.load_state_dict(twin.state_dict())
+        assert torch.equal(case.run(twin), case.run(plain))
 
 
 @pytest.mark.parametrize("recompute", CONNECT_POLICIES)

@@ -26,10 +26,7 @@ def connected_class(name, **options):
     return cls
 
 
-NAMES = ["bert", "modernbert", "bart", "t5", "llama", "vit"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["bert", "bart"])
 def test_from_pretrained_of_a_plain_checkpoint(name, tmp_path, poison):
     """What the checkpoint lacks has its initial values, in float32."""
     case, model = CASES[name], plain(name)
@@ -50,7 +47,7 @@ NAMED = GATED | {"sublayers": (("ln_1", "attn"), ("ln_2", "mlp"))}
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    *((name, {"window": 2}) for name in NAMES), ("gpt2", GATED), ("gpt2", NAMED), ("t5", READS),
+    ("bert", {"window": 2}), ("gpt2", NAMED), ("t5", READS),
 ])  # fmt: skip
 def test_save_and_load(name, options, tmp_path, poison):
     """The settings are in the config, the names of sublayers too."""
@@ -102,17 +99,14 @@ def test_the_config(tmp_path):
     assert "depth_connections" not in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize(("name", "target", "options"), [
-    ("llama", "q_proj", {"connection": "denseformer"}), ("llama", "q_proj", GATED),
-    ("t5", "q", GATED),
-])  # fmt: skip
-def test_lora(name, target, options, tmp_path):
+@pytest.mark.parametrize("options", [{"connection": "denseformer"}, GATED])
+def test_lora(options, tmp_path):
     """PEFT trains a copy of the connection, saves it, and puts it in the connection's place."""
     peft = pytest.importorskip("peft")
-    case, base = CASES[name], plain(name)
+    case, base = CASES["llama"], plain("llama")
     wanted = case.run(base)
     case.connect(base, **options)
-    config = peft.LoraConfig(r=2, target_modules=[target], modules_to_save=[NAME])
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[NAME])
     model = peft.get_peft_model(copy.deepcopy(base), config)
     torch.testing.assert_close(case.run(model), wanted)
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}

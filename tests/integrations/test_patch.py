@@ -1,8 +1,6 @@
 """deepfast.patch: a model computes the same by our ops, and again by its own after remove()."""
 
 import copy
-import importlib
-import itertools
 import pickle
 import re
 
@@ -12,16 +10,14 @@ from torch import nn
 
 import deepfast
 from deepfast.integrations.patch import Swapped
-from tests.attach.models import assert_same, batch, make, results
+from tests.attach.models import READS, assert_same, batch, make, results
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 MODELS = [
-    "BertForMaskedLM", "DebertaV2ForMaskedLM", "Gemma2ForCausalLM", "GPT2LMHeadModel",
-    "LlamaForCausalLM", "MambaForCausalLM", "ModernBertForMaskedLM", "Olmo2ForCausalLM",
-    "OlmoForCausalLM", "OPTForCausalLM", "Qwen3MoeForCausalLM", "T5ForConditionalGeneration",
+    "BertForMaskedLM", "Gemma2ForCausalLM", "LlamaForCausalLM", "MambaForCausalLM",
+    "Olmo2ForCausalLM", "OlmoForCausalLM", "OPTForCausalLM", "T5ForConditionalGeneration",
 ]  # fmt: skip
 LEFT = {"Gemma2RMSNorm", "OlmoLayerNorm"}
-FLOAT, BF16 = torch.float32, torch.bfloat16
 
 
 def swapped(model):
@@ -30,44 +26,29 @@ def swapped(model):
 
 @pytest.mark.parametrize(("kind", "options"), [
     (nn.LayerNorm, {"eps": 1e-3}), (nn.LayerNorm, {"bias": False}),
-    (nn.LayerNorm, {"elementwise_affine": False}), (nn.RMSNorm, {}),
-    (nn.RMSNorm, {"eps": 1e-3}), (nn.RMSNorm, {"elementwise_affine": False}),
-    ("LlamaRMSNorm", {"eps": 1e-3}), ("Olmo2RMSNorm", {"eps": 1e-3}),
-    ("T5LayerNorm", {"eps": 1e-3}),
+    (nn.LayerNorm, {"elementwise_affine": False}), (nn.RMSNorm, {}), (nn.RMSNorm, {"eps": 1e-3}),
+    (nn.RMSNorm, {"elementwise_affine": False}),
 ])  # fmt: skip
-def test_norms(kind, options):
-    """A norm of its own and by our op: values, gradients, and its class after remove()."""
-    own = isinstance(kind, str)
-    if own:
-        name = re.match("[A-Z][a-z]*[0-9]?", kind)[0].lower()
-        pytest.importorskip("transformers")
-        kind = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), kind)
-    for x_dtype, dtype in itertools.product((FLOAT, BF16), repeat=2):
-        norm, exact = kind(24, **options).to(dtype), x_dtype == dtype == FLOAT
-        # torch's own norms refuse some dtypes, or have no one dtype for a weight of another one.
-        if not own and x_dtype != dtype and (dtype == BF16 or kind is nn.RMSNorm):
-            continue
-        x = torch.randn(2, 5, 24).to(x_dtype).requires_grad_()
-        for p in norm.parameters():
-            nn.init.normal_(p)
+def test_norms_of_torch(kind, options):
+    """Values and gradients on states so small that eps counts, and the class after remove(). A norm
+    of another package is compared when it is patched."""
+    norm, x = kind(24, **options), (1e-3 * torch.randn(2, 5, 24)).requires_grad_()
+    for p in norm.parameters():
+        nn.init.normal_(p)
 
-        def run(norm=norm, x=x):
-            out = norm(x)
-            return [out, *torch.autograd.grad(out.sin().sum(), [x, *norm.parameters()])]
+    def run():
+        out = norm(x)
+        grads = torch.autograd.grad(out.sin().sum(), [x, *norm.parameters()])
+        return [out, *grads, norm(x.bfloat16()).dtype if kind is nn.LayerNorm else None]
 
-        # In bfloat16 a model's own norm rounds more than once and is off by up to 0.05. So the
-        # values come from fp32.
-        plain = copy.deepcopy(norm).float()
-        dtypes, want = [w.dtype for w in run()], run(plain, x.detach().float().requires_grad_())
-        handle = deepfast.patch(norm)
-        assert handle.replaced == {kind.__name__: 1}
-        got = run()
-        handle.remove()
-        assert type(norm) is kind
-        assert [g.dtype for g in got] == dtypes
-        for tolerance, g, w in zip((0.02, 0.05, 0.05, 0.05), got, want, strict=False):
-            close = {} if exact else {"rtol": 0.02, "atol": tolerance}
-            torch.testing.assert_close(g.float(), w, **close)
+    want, handle = run(), deepfast.patch(norm)
+    assert handle.replaced == {kind.__name__: 1}
+    *got, dtype = run()
+    # The gradient of a small state is a large number, in which most cancels.
+    torch.testing.assert_close(got, want[:-1], rtol=1e-3, atol=1e-4)
+    assert dtype == want[-1]
+    handle.remove()
+    assert type(norm) is kind
 
 
 @pytest.mark.filterwarnings("ignore:deepfast.patch left")
@@ -89,17 +70,15 @@ def test_training_is_the_same(name):
     assert_same(results(model, inputs), want, 0)
 
 
-@pytest.mark.parametrize("first", ["patch", "connect"])
-def test_together_with_connect(first):
-    """The norms of a connection are the engine's."""
+def test_together_with_connect():
+    """In both orders. The norms of a connection are the engine's."""
     model, inputs = make("LlamaForCausalLM"), batch()
-    deepfast.connect(model.model, norm="pre", connection="attnres", sublayers="auto")
+    deepfast.connect(model.model, norm="pre", **READS)
     want = results(model, inputs)
-    if first == "patch":
-        deepfast.disconnect(model.model)
     assert deepfast.patch(model).replaced == {"LlamaRMSNorm": 7}
-    if first == "patch":
-        deepfast.connect(model.model, norm="pre", connection="attnres", sublayers="auto")
+    assert_same(results(model, inputs), want, 1e-4)
+    deepfast.disconnect(model.model)
+    deepfast.connect(model.model, norm="pre", **READS)
     assert_same(results(model, inputs), want, 1e-4)
 
 
@@ -119,9 +98,8 @@ def test_copies_pickles_saves_and_patches_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM"])
-def test_autocast_checkpointing_and_compilation(name):
-    model, inputs = make(name), batch(padded=True)
+def test_autocast_checkpointing_and_compilation():
+    model, inputs = make("LlamaForCausalLM"), batch(padded=True)
     twin = copy.deepcopy(model)
     deepfast.patch(model)
     want = results(twin, inputs)
@@ -209,12 +187,12 @@ def test_a_norm_is_asked_what_it_computes(name):
 def test_defaults_of_torch_change_no_answer():
     norm, other = MyRMSNorm(), MyRMSNorm()
     deepfast.patch(norm)
-    torch.set_default_dtype(BF16)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             deepfast.patch(other)
     finally:
-        torch.set_default_dtype(FLOAT)
+        torch.set_default_dtype(torch.float32)
     assert type(other) is type(norm)
 
 
@@ -244,9 +222,7 @@ def test_a_model_without_its_weights_is_refused(kind):
     assert not swapped(norms)
 
 
-def test_refuses():
-    with pytest.raises(TypeError, match="model must be a module, got str"):
-        deepfast.patch("bert")
+def test_a_call_without_a_tensor_is_refused():
     for norm, op in ((nn.LayerNorm(3), "layer_norm"), (nn.RMSNorm(3), "rms_norm")):
         deepfast.patch(norm)
         with pytest.raises(TypeError, match=f"^{op}: x must be a tensor, got NoneType"):
