@@ -9,10 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepfast.nn import TransformerEncoder
 
-STACKS = ("pre/none", "post/none", "pre/ffn", "pre/layer+input", "post/layer")
-FORMS = [f"{form}/{stack}" for form in ("ddp", "fsdp") for stack in STACKS]
-FORMS += ["ddp/attnres/none", "ddp/attnres/ffn", "fsdp/attnres/none", "fsdp/attnres/ffn",
-          "fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer"]  # fmt: skip
+FORMS = [
+    "ddp/pre/ffn", "ddp/pre/layer+input", "ddp/post/layer", "ddp/attnres/none",
+    "fsdp/pre/none", "fsdp/pre/layer+input", "fsdp/post/layer", "fsdp/attnres/ffn",
+    "fsdp/attnres/layer+input", "latent/pre/none", "latent/post/layer",
+]  # fmt: skip
 
 
 def encoder(kind, recompute="none", **options):

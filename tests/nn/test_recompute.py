@@ -98,15 +98,6 @@ class Counting(Up):
         return super().forward(x) * self.calls
 
 
-class Spoiling(Up):
-    """A buffer that each forward reads, modifies in place and replaces."""
-
-    def forward(self, x):
-        y = nn.Linear.forward(self, x) * self.scale.clone()
-        self.scale = self.scale.add_(1).clone()
-        return y
-
-
 def replace_parameters(layer):
     for linear in (layer.attention.query_key_value, layer.feed_forward.up):
         linear.weight = nn.Parameter(linear.weight.detach() + 1)
@@ -169,10 +160,9 @@ CHANGES = {
     "an attribute, in place": (up_becomes(Up), lambda m: m.feed_forward.up.factor.mul_(3),
                                POLICIES),
     "an attribute that was None": (up_becomes(Up), set_up(gate=0.5), RERUN),
-    "the class of a module": (up_becomes(Up), set_up(__class__=Spoiling), RERUN),
+    "the class of a module": (up_becomes(Up), set_up(__class__=Counting), RERUN),
     "results that a layer stores": (up_becomes(Up), nothing, ()),
     "what a layer counts": (up_becomes(Counting), nothing, ()),
-    "what a layer modifies and replaces": (up_becomes(Spoiling), nothing, RERUN),
 }  # fmt: skip
 
 

@@ -228,28 +228,18 @@ def test_masks_differ_from_call_to_call(rate):
     assert not torch.equal(m(x), m(x))
 
 
-def test_which_parts_of_a_layer_read():
-    """Each sublayer by default; blocks are an eighth of the layers."""
-    for kind, parts in ((TransformerEncoder, 2), (TransformerDecoder, 3)):
-        residuals, once = (
-            kind(9, *SIZES[1:], connection="block_attnres", reads=reads).connection.residuals
-            for reads in (None, 1)
-        )
-        assert (residuals.rows, once.rows) == (9 * parts + 1, 10)
-        assert residuals.block == 2
-
-
-@pytest.mark.parametrize(
-    ("connection", "given", "expected"),
-    [
-        ("dlcl", {"init": "one", "learnable": False}, ("one", "pre", False)),
-        ("denseformer", {}, ("identity", None, True)),
-        ("denseformer", {"init": "average", "norm": "pre"}, ("average", "pre", True)),
-    ],
-)
-def test_the_users_options_of_dlcl_stand_above_a_presets(connection, given, expected):
-    dlcl = TransformerEncoder(*SIZES, connection=connection, dlcl=given).connection.dlcl
-    assert (dlcl.init, dlcl.norm, dlcl.weight.requires_grad) == expected
+def test_defaults_of_connections():
+    """A DenseFormer is a DLCL with other defaults. Each sublayer reads attention residuals, and
+    blocks are an eighth of the layers."""
+    for connection, given, expected in (
+        ("denseformer", {}, {"init": "identity", "norm": None}),
+        ("denseformer", {"dlcl": {"init": "average", "norm": "pre"}},
+         {"init": "average", "norm": "pre"}),
+        ("block_attnres", {}, {"rows": 28, "block": 2}),
+        ("block_attnres", {"reads": 1}, {"rows": 10}),
+    ):  # fmt: skip
+        stack = TransformerDecoder(9, *SIZES[1:], connection=connection, **given)
+        assert expected.items() <= vars(stack.connection.depth).items()
 
 
 @pytest.mark.parametrize(("kind", "parts"), [(TransformerEncoder, 2), (TransformerDecoder, 3)])
@@ -265,20 +255,12 @@ def test_depth_init(kind, parts):
         torch.testing.assert_close(states[1][name], value * factor)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "alpha", "beta"),
-    [
-        (TransformerEncoder, {}, 16**0.25, 64**-0.25),
-        (
-            TransformerEncoder,
-            {"decoder_layers": 3},
-            0.81 * (8**4 * 3) ** (1 / 16),
-            0.87 * (8**4 * 3) ** (-1 / 16),
-        ),
-        (TransformerDecoder, {}, 24**0.25, 96**-0.25),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "options", "alpha", "beta"), [
+    (TransformerEncoder, {}, 16**0.25, 64**-0.25),
+    (TransformerEncoder, {"decoder_layers": 3}, 0.81 * (8**4 * 3) ** (1 / 16),
+     0.87 * (8**4 * 3) ** (-1 / 16)),
+    (TransformerDecoder, {}, 24**0.25, 96**-0.25),
+], ids=str)  # fmt: skip
 def test_the_start_of_deepnorm(kind, options, alpha, beta):
     """Xavier with gain beta, but gain 1 for queries and keys. ``LN(alpha x + f)`` is the layer's
     ``LN(x + f / alpha)`` with another eps."""
@@ -290,8 +272,7 @@ def test_the_start_of_deepnorm(kind, options, alpha, beta):
         q, k, v = m.attention.query_key_value.weight.chunk(3)
         bounds = [(q, square), (k, square), (v, beta * square)]
         bounds += [(m.attention.out.weight, beta * square)]
-        bounds += [(m.feed_forward.up.weight, beta * wide)]
-        bounds += [(m.feed_forward.down.weight, beta * wide)]
+        bounds += [(linear.weight, beta * wide) for linear in m.feed_forward.children()]
         if kind is TransformerDecoder:
             k, v = m.cross_attention.key_value.weight.chunk(2)
             bounds += [(m.cross_attention.query.weight, square), (k, square), (v, beta * square)]
@@ -309,17 +290,8 @@ def scaled(module):
         p.data.mul_(2)
 
 
-def scaled_projection(attention):
-    (attention.query if attention.cross else attention.query_key_value).weight.data.mul_(2)
-
-
 def by_hook(module):
     module.register_forward_hook(lambda _m, _x, y: 2 * y)
-
-
-def by_hook_before(attention):
-    """What a hook changes is not recomputed as LN(x)."""
-    attention.register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
 
 
 def by_subclass(module):
@@ -341,12 +313,8 @@ def without_parameters(norm):
     norm.weight = norm.bias = None
 
 
-def without_bias(linear):
-    linear.bias = None
-
-
-def with_bias_0(linear):
-    linear.bias.data.zero_()
+def scaled_projection(attention):
+    (attention.query if attention.cross else attention.query_key_value).weight.data.mul_(2)
 
 
 # Type of the modules, what is done to them in the plain stack, and what instead in the other one.
@@ -358,9 +326,11 @@ CHANGES = [
     (nn.Linear, scaled, by_hook),
     (nn.Linear, scaled, by_subclass),
     (nn.Linear, scaled, by_another_forward),
-    (nn.Linear, with_bias_0, without_bias),
-    (MultiheadAttention, scaled_projection, by_hook_before),
-]
+    (nn.Linear, lambda m: m.bias.data.zero_(), lambda m: setattr(m, "bias", None)),
+    # What a hook changes is not recomputed as LN(x).
+    (MultiheadAttention, scaled_projection, lambda m: m.register_forward_pre_hook(
+        lambda _, args: (2 * args[0], *args[1:]))),
+]  # fmt: skip
 UNDER = [
     {}, {"norm": "post"}, {"connection": "residual"}, {"connection": "attnres"},
     {"connection": "attnres", "reads": 1},
@@ -388,7 +358,8 @@ def test_modules_that_are_not_plain_run_as_modules(kind, options, change):
             for name, child in module.named_children():
                 if type(child) is changed:
                     child.requires_grad_(False)
-                    setattr(module, name, alter(child) or child)
+                    other = alter(child)
+                    setattr(module, name, other if isinstance(other, nn.Module) else child)
         learned = [*leaves, *(p for p in m.parameters() if p.requires_grad)]
         out = m(*called)
         found.append([out, *torch.autograd.grad(out.square().sum(), learned)])
