@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES, LiveBytes
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
-from deepfast.policies import ATTENTION_RESIDUALS, RERUN, policies_of
+from deepfast.policies import ATTENTION_RESIDUALS, policies_of
 from tests.depth.stack import no_gc
 from tests.nn.written_out import Seen
 
@@ -139,24 +139,6 @@ def inside_torch_checkpointing(module):
     return step(wrapped)
 
 
-def functional_call(module):
-    """Backward uses the parameters that were passed, not the module's own."""
-    torch.manual_seed(4)
-    given = {
-        name: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_()
-        for name, p in module.named_parameters()
-    }
-
-    class Called(nn.Module):
-        def forward(self, *inputs):
-            return torch.func.functional_call(module, given, inputs)
-
-    (x,), y = forward(Called())
-    y.square().sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    return {name: p.grad for name, p in given.items()} | {"x": x.grad}
-
-
 def one_part_learns(learning):
     def run(module):
         for name, p in module.named_parameters():
@@ -171,7 +153,6 @@ WAYS = {
     "two passes at once": two_passes_at_once,
     "a part of the gradients": a_part_of_the_gradients,
     "inside torch's checkpointing": inside_torch_checkpointing,
-    "functional call": functional_call,
 }
 for part in ("layers.0.", "layers.3.feed_forward"):
     WAYS[f"{part} learns"] = one_part_learns(part)
@@ -183,14 +164,7 @@ def test_the_same_bits_whatever_the_step(case, way):
     keep, *others = allowed(case)
     expected = WAYS[way](stack(keep, **CASES[case]))
     for policy in others:
-        module = stack(policy, **CASES[case])
-        # Where parts read, the feed-forward block runs again under "ffn" too.
-        again = policy in RERUN or "attnres" in case
-        if again and way == "functional call":
-            with pytest.raises(RuntimeError, match=r"recompute policy: .* modified since"):
-                WAYS[way](module)
-        else:
-            assert_same(WAYS[way](module), expected)
+        assert_same(WAYS[way](stack(policy, **CASES[case])), expected)
 
 
 def test_every_layer_its_own_policy():

@@ -144,6 +144,8 @@ def test_a_stack_equals_the_naive_loop(exact_backend, kind, options, padding):
             if padding is not None:
                 got, keep = m(*called, **language), ~padding
             else:
+                # FSDP2 copies the arguments in some versions of torch.
+                m.connection.register_forward_pre_hook(lambda _, args: tree_map(lambda t: t, args))
                 got = states_and_output(m, *called[: len(leaves)], **language)
                 read = read[:: m.connection.reads]
                 if m.connection.norm == "pre":
@@ -183,15 +185,6 @@ def test_dropout_of_1_leaves_the_embedding_alone(options):
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(m(x), naive(m, x, gates=[0.0] * LAYERS))
     close(m.eval()(x), naive(m, x, gates=[1.0 if z is None else z for z in m.gates()]))
-
-
-@EVERY
-def test_states_where_a_wrapper_copies_the_arguments(options):
-    """As FSDP2 does in some versions of torch."""
-    m, x = shaken_stack(TransformerEncoder, options).eval(), leaf(2, 4, DIM)
-    expected = states_and_output(m, x)
-    m.connection.register_forward_pre_hook(lambda _, given: tree_map(lambda x: x, given))
-    assert torch.equal(states_and_output(m, x), expected)
 
 
 @EVERY

@@ -189,9 +189,3 @@ def test_a_draw_that_backward_cannot_make_again_is_an_error():
     m.latent.set_step(4)
     with pytest.raises(RuntimeError, match="backward must run before the next set_step"):
         loss.backward()
-
-
-def test_a_stack_without_any_layer_left_is_its_last_norm():
-    m, x = stack().eval(), torch.randn(2, 4, DIM)
-    torch.nn.init.constant_(m.latent.logits, -1)
-    torch.testing.assert_close(m(x), m.connection.norms[-1](x))
