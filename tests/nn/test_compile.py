@@ -278,11 +278,7 @@ def test_a_pass_half_traced_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("indices", "words"),
-    [
-        ((None, 2), "out of order inside"),
-        ((None,) * 5, "has all of its 4 states"),
-    ],
+    ("indices", "words"), [([None, 2], "out of order inside"), ([None] * 5, "all of its 4 states")]
 )
 def test_traced_pushes_that_are_refused(indices, words):
     dlcl = DLCL(3, DIM)
@@ -291,7 +287,6 @@ def test_traced_pushes_that_are_refused(indices, words):
         history = DepthHistory()
         for index in indices:
             x = dlcl(x, history, index=index)
-        return x
 
     with pytest.raises(Exception, match=words):
         torch.compile(run, fullgraph=True, backend="eager")(torch.randn(3, DIM))

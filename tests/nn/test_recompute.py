@@ -13,23 +13,14 @@ from torch import nn
 
 from deepfast.memory import POLICIES
 from deepfast.policies import RERUN
-from tests.nn.test_policies import (
-    BATCH,
-    CASES,
-    DIM,
-    FFN,
-    LENGTH,
-    assert_same,
-    forward,
-    gradients,
-)
-from tests.nn.test_policies import stack as any_stack
+from tests.nn import test_policies
+from tests.nn.test_policies import BATCH, CASES, DIM, FFN, LENGTH, assert_same, forward, gradients
 
 REFUSED = "recompute policy|modified by an inplace operation"
 LAYER = 1
 """The layer that changes."""
 
-stack = functools.partial(any_stack, layers=3)
+stack = functools.partial(test_policies.stack, layers=3)
 
 READ = [f"{part}.weight" for part in (
     "attention.query_key_value", "attention.out", "feed_forward.up", "feed_forward.down",
@@ -98,6 +89,15 @@ class Counting(Up):
         return super().forward(x) * self.calls
 
 
+class Spoiling(Up):
+    """A buffer that each forward reads, modifies in place and replaces."""
+
+    def forward(self, x):
+        y = nn.Linear.forward(self, x) * self.scale.clone()
+        self.scale = self.scale.add_(1).clone()
+        return y
+
+
 def replace_parameters(layer):
     for linear in (layer.attention.query_key_value, layer.feed_forward.up):
         linear.weight = nn.Parameter(linear.weight.detach() + 1)
@@ -163,6 +163,7 @@ CHANGES = {
     "the class of a module": (up_becomes(Up), set_up(__class__=Counting), RERUN),
     "results that a layer stores": (up_becomes(Up), nothing, ()),
     "what a layer counts": (up_becomes(Counting), nothing, ()),
+    "what a layer modifies and replaces": (up_becomes(Spoiling), nothing, RERUN),
 }  # fmt: skip
 
 
