@@ -49,12 +49,13 @@ IN_PLACE += [("residual, post, gelu", "ffn"), ("decoder", "ffn"), ("latent", "la
 @pytest.mark.parametrize(("case", "policy"), IN_PLACE)
 def test_a_parameter_modified_in_place(case, policy):
     """Every parameter of a layer, one at a time, biases among them."""
-    plain = stack("none", **CASES[case])
+    options = CASES[case] | {"layers": 2}
+    plain = stack("none", **options)
     expected = gradients(plain, *forward(plain))
     names = [f"layers.{LAYER}.{name}" for name, _ in plain.layers[LAYER].named_parameters()]
     names += [name for name, _ in plain.connection.named_parameters("connection")]
     for name in names:
-        module = stack(policy, **CASES[case])
+        module = stack(policy, **options)
         inputs, y = forward(module)
         with torch.no_grad():
             module.get_parameter(name).add_(0.5)
