@@ -27,7 +27,7 @@ def _fresh():
 def test_a_graph_launches_what_eager_code_does(kind, meter):
     """Forward and backward of a connected model. Nothing is copied: the graph needs no more
     memory."""
-    model = nn.Sequential(*(nn.Tanh() for _ in range(9))).double()
+    model = nn.Sequential(*(nn.Tanh() for _ in range(5))).double()
     deepfast.connect(model, norm="pre", dim=DIM, connection=kind, inplace=False)
     shaken(model.double())
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,7 @@ PROGRAMS = {
 def test_an_exported_program_shares_reads(connection):
     """The rows of a block read older states by one op, also after a decomposition."""
     model = TransformerEncoder(
-        24, 16, 2, 24, connection=connection, dropout=0.0, **PROGRAMS[connection]
+        12, 16, 2, 24, connection=connection, dropout=0.0, **PROGRAMS[connection]
     )
     model, x = shaken(model).double(), torch.randn(2, 5, 16, dtype=torch.float64)
     program, wanted = torch.export.export(model, (x,)), model(x)
@@ -72,7 +72,7 @@ def test_an_exported_program_shares_reads(connection):
     read = sum(len(node.args[0]) for node in ops)
     direct = sum(map(len, model.connection.depth.pattern))
     # Attention also reads each block's two results.
-    most = {"dlcl": 0.57, "attnres": 0.72}
+    most = {"dlcl": 0.71, "attnres": 0.81}
     assert read <= most.get(connection, 1.1) * direct
 
 
@@ -97,32 +97,12 @@ def test_a_program_in_fp16_has_no_partial_sum_that_overflows():
 # ---- CUDA graphs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_graph_for_cuda_graphs_reads_nothing_back():
-    """``mode="reduce-overhead"`` records what runs between two steps of Python: the code must not
-    wait for a value, and a second step must not compile again."""
-    encoder = TransformerEncoder(2, DIM, 2, DIM, dropout=0.1)
-    compiled = torch.compile(encoder, fullgraph=True, mode="reduce-overhead")
-    x = torch.randn(2, TOKENS // 2, DIM)
-
-    def step():
-        compiled(x).square().mean().backward()
-
-    _, codes = run_and_get_code(step)
-    assert len(codes) == 2  # forward and backward
-    for code in codes:
-        assert "torch.ops.deepfast" in code
-        assert not re.search(r"\.item\(|\.tolist\(|_local_scalar_dense|\.cpu\(", code)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        step()
-
-
 FORBIDDEN = {
     # Numbers that Python reads, sizes that depend on values, tensors made of Python's numbers.
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::unique_dim",
     "aten::masked_select", "aten::lift_fresh", "aten::scalar_tensor",
 }  # fmt: skip
-ENCODERS = [{"norm": norm, "recompute": p} for norm in ("pre", "post") for p in ("none", "ffn")]
+ENCODERS = [{"recompute": "ffn"}, {"norm": "post"}]
 DECODERS = [{"dlcl": o} for o in ({"window": 3}, {"softmax": True}, {"weight_type": "vector"})]
 
 

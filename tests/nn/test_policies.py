@@ -1,6 +1,7 @@
 """Recompute policies: the same bits as `none` in every kind of step; the bytes they keep, the
 products they recompute, and no leaks."""
 
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -11,41 +12,37 @@ from torch.utils.checkpoint import checkpoint
 
 from deepfast.memory import POLICIES, LiveBytes
 from deepfast.nn import Packing, TransformerDecoder, TransformerEncoder
-from deepfast.policies import ATTENTION_RESIDUALS, RERUN, policies_of
+from deepfast.policies import ATTENTION_RESIDUALS, policies_of
 from tests.nn.written_out import Seen
 
-LAYERS, DIM, HEADS, FFN, BATCH, LENGTH = 5, 16, 2, 40, 3, 7
+LAYERS, DIM, HEADS, FFN, BATCH, LENGTH = 4, 16, 2, 40, 3, 7
 
 CASES = {
     "dlcl": {},
-    "dlcl, padding": {"padding": True, "activation_dropout": 0.2},
-    "dlcl, swiglu": {"activation": "swiglu", "activation_dropout": 0.2},
+    "dlcl, swiglu": {"activation": "swiglu", "activation_dropout": 0.2, "padding": True},
     "dlcl, gelu": {"activation": "gelu", "activation_dropout": 0.2, "attention_dropout": 0.1},
-    "dlcl, window": {"dlcl": {"window": 3, "weight_type": "vector"}},
+    "dlcl, window": {"dlcl": {"window": 3, "weight_type": "vector"}, "norm_type": "rms"},
     "dlcl, post": {"norm": "post"},
-    "dlcl, no norm": {"dlcl": {"norm": None}},
-    "dlcl, no norm, post": {"dlcl": {"norm": None}, "norm": "post"},
+    "dlcl, no norm": {"dlcl": {"norm": None}, "num_kv_heads": 1, "window": (2, 1)},
+    "dlcl, no norm, post": {"dlcl": {"norm": None}, "norm": "post", "norm_type": "rms"},
     "denseformer": {"connection": "denseformer", "dlcl": {"dilation": 2}},
-    "residual": {"connection": "residual"},
     "deepnorm": {"connection": "residual", "norm": "deepnorm"},
     "residual, post, gelu": {"connection": "residual", "norm": "post", "activation": "gelu"},
+    "no norms": {"norm_type": "none", "connection": "residual"},
     "decoder": {"decoder": True, "attention_dropout": 0.1},
     "decoder, residual": {"decoder": True, "connection": "residual", "padding": True},
     "decoder, post": {"decoder": True, "norm": "post"},
     "latent": {"connection": "latent", "padding": True},
-    "latent, post, hard": {"connection": "latent", "norm": "post", "latent": {"hard": True}},
-    "attnres": {"connection": "attnres", "padding": True, "activation_dropout": 0.2},
-    "attnres, gelu": {"connection": "attnres", "activation": "gelu", "attention_dropout": 0.1},
+    "decoder, latent, hard": {
+        "decoder": True, "connection": "latent", "norm": "post", "latent": {"hard": True}
+    },
+    "attnres, gelu": {
+        "connection": "attnres", "activation": "gelu", "attention_dropout": 0.1, "padding": True
+    },
     "attnres, one read": {"connection": "attnres", "reads": 1},
-    "block_attnres": {"connection": "block_attnres", "block": 2},
-    "block_attnres, one read": {"connection": "block_attnres", "reads": 1},
+    "block_attnres": {"connection": "block_attnres", "block": 2, "activation_dropout": 0.2},
     "decoder, attnres": {"decoder": True, "connection": "attnres", "attention_dropout": 0.1},
-    "decoder, latent": {"decoder": True, "connection": "latent"},
-    "groups, window": {"num_kv_heads": 1, "window": (2, 1), "padding": True},
-    "rms": {"norm_type": "rms"},
-    "rms, post, window": {"norm_type": "rms", "norm": "post", "dlcl": {"window": 3}},
-    "no norms": {"norm_type": "none", "connection": "residual"},
-}
+}  # fmt: skip
 
 
 def stack(recompute, *, layers=LAYERS, decoder=False, padding=False, **options):
@@ -96,7 +93,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_as_keep(case):
     """Also in inference mode, and under autocast."""
-    options, (keep, *others) = CASES[case], allowed(case)
+    options, (keep, *others) = CASES[case] | {"layers": 3}, allowed(case)
     padding = options.get("padding", False)
     expected = step(stack(keep, **options), padding=padding)
     in_16_bits = step(stack(keep, **options), padding=padding, autocast=True)
@@ -104,7 +101,7 @@ def test_the_same_bits_as_keep(case):
         output = forward(stack(keep, **options).eval())[1]
     for policy in others:
         module = stack(policy, **options)
-        assert module.policies == (policy,) * LAYERS
+        assert module.policies == (policy,) * 3
         assert_same(step(module, padding=padding), expected)
         got = step(module, padding=padding, autocast=True)
         c = module.connection
@@ -134,73 +131,35 @@ def a_part_of_the_gradients(module):
 
 
 def inside_torch_checkpointing(module):
-    class Wrapped(nn.Module):
-        def forward(self, x, mask):
-            return checkpoint(module, x, mask, use_reentrant=False)
-
-    wrapped = Wrapped()
-    wrapped.inner = module
-    return step(wrapped)
+    inputs, y = forward(lambda x, mask: checkpoint(module, x, mask, use_reentrant=False))
+    return gradients(module, inputs, y)
 
 
-def functional_call(module):
-    """Backward uses the parameters that were passed, not the module's own."""
-    torch.manual_seed(4)
-    given = {
-        name: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_()
-        for name, p in module.named_parameters()
-    }
-
-    class Called(nn.Module):
-        def forward(self, *inputs):
-            return torch.func.functional_call(module, given, inputs)
-
-    (x,), y = forward(Called())
-    y.square().sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    return {name: p.grad for name, p in given.items()} | {"x": x.grad}
+def one_part_learns(module, learning):
+    for name, p in module.named_parameters():
+        p.requires_grad_(name.startswith(learning))
+    inputs, y = forward(module)
+    return gradients(module, [x.detach() for x in inputs], y)
 
 
-def one_part_learns(learning):
-    def run(module):
-        for name, p in module.named_parameters():
-            p.requires_grad_(name.startswith(learning))
-        inputs, y = forward(module)
-        return gradients(module, [x.detach() for x in inputs], y)
-
-    return run
-
-
-WAYS = {
-    "two passes at once": two_passes_at_once,
-    "a part of the gradients": a_part_of_the_gradients,
-    "inside torch's checkpointing": inside_torch_checkpointing,
-    "functional call": functional_call,
-}
-for part in ("layers.2.", "layers.0.", "layers.4.feed_forward"):
-    WAYS[f"{part} learns"] = one_part_learns(part)
+WAYS = [two_passes_at_once, a_part_of_the_gradients, inside_torch_checkpointing]
+for part in ("layers.0.", "layers.3.feed_forward"):
+    WAYS.append(functools.partial(one_part_learns, learning=part))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["dlcl", "dlcl, post", "attnres, gelu"])
 def test_the_same_bits_whatever_the_step(case, way):
     keep, *others = allowed(case)
-    expected = WAYS[way](stack(keep, **CASES[case]))
+    expected = way(stack(keep, **CASES[case]))
     for policy in others:
-        module = stack(policy, **CASES[case])
-        # Where parts read, the feed-forward block runs again under "ffn" too.
-        again = policy in RERUN or "attnres" in case
-        if again and way == "functional call":
-            with pytest.raises(RuntimeError, match=r"recompute policy: .* modified since"):
-                WAYS[way](module)
-        else:
-            assert_same(WAYS[way](module), expected)
+        assert_same(way(stack(policy, **CASES[case])), expected)
 
 
 def test_every_layer_its_own_policy():
     expected = step(stack("none"))
-    assert_same(step(stack((*POLICIES, "layer"))), expected)
-    plan = SimpleNamespace(recompute=(*POLICIES[::-1], "layer"), decoder_recompute=("ffn",) * 5)
+    assert_same(step(stack(POLICIES)), expected)
+    plan = SimpleNamespace(recompute=POLICIES[::-1], decoder_recompute=("ffn",) * LAYERS)
     module = stack("none")
     # A layer may be inside a wrapper.
     module.layers[1] = nn.Sequential(module.layers[1])
@@ -210,9 +169,6 @@ def test_every_layer_its_own_policy():
     assert module.layers[1].recompute == "layer"
     assert_same(step(module), expected)
     assert stack(plan, decoder=True).policies == plan.decoder_recompute
-    with pytest.raises(ValueError, match="got 'most'"):
-        module.set_recompute("most")
-    assert module.policies == plan.recompute
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -233,7 +189,8 @@ def test_a_retained_graph(policy):
 
 
 def kept(policy, layers, **options):
-    """Bytes alive after forward, in states (T, D), without gradients' own."""
+    """Bytes alive after forward, in states (T, D), without gradients' own. Nothing is left behind,
+    without the collector: nothing refers to itself in a circle."""
     module = stack(policy, layers=layers, **options)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
@@ -245,7 +202,9 @@ def kept(policy, layers, **options):
         forward = live.current
         y.sum().backward()
         del y
-    assert live.current <= 0
+        # A forward whose backward never comes.
+        module(x)
+        assert live.current <= 0
     return forward / (4 * 16 * LENGTH * DIM)
 
 
@@ -269,6 +228,14 @@ WIDTHS = [
 ]
 
 
+@pytest.fixture
+def no_gc():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize(("options", "widths"), WIDTHS, ids=str)
 def test_bytes_of_a_layer(options, widths):
     """Statistics, (T,) each, come to less than one state here."""
@@ -276,28 +243,9 @@ def test_bytes_of_a_layer(options, widths):
     # Six numbers for each row and token of attention over depth.
     statistics = 6 * options.get("reads", 2) / DIM if attends else 0
     for policy, width in widths.items():
-        few, more = (kept(policy, n, **options) for n in (2, 6))
-        more_than = (more - few) / 4 - statistics - width
+        few, more = (kept(policy, n, **options) for n in (1, 3))
+        more_than = (more - few) / 2 - statistics - width
         assert -0.01 <= more_than < (0.7 if attends else 0.9), policy
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("connection", ["dlcl", "attnres"])
-def test_nothing_is_left_behind(connection, policy):
-    """Without the collector: nothing refers to itself in a circle."""
-    module = stack(policy, connection=connection)
-    step(module)
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes() as live:
-            step(module)
-            assert live.current <= 64
-            # A forward whose backward never comes.
-            forward(module)
-            assert live.current <= 64
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(("policy", "again"), [("ffn", 1), ("layer", 3)])

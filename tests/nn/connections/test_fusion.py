@@ -51,9 +51,9 @@ def written_out(m, z, embedding=None, word_embedding=True, hops=HOPS):
 
 # The rows of the paper's table 4, on embeddings of words and of layers, with and without norms.
 OPTIONS = [
-    (kind, {"word_embedding": word, "layer_embeddings": layer, "source_norm": norm})
+    (kind, {"word_embedding": word, "layer_embeddings": layer, "source_norm": word == layer})
     for kind in FUSIONS
-    for word, layer, norm in itertools.product((False, True), repeat=3)
+    for word, layer in itertools.product((False, True), repeat=2)
 ]
 OPTIONS += [
     (kind, options)
