@@ -1,4 +1,5 @@
-"""The CUDA kernels over the emulator: their accesses to memory, and blocks with less of it."""
+"""The CUDA kernels over the emulator: their accesses to memory, and blocks with less of it; and by
+nvcc, where it is."""
 
 from types import SimpleNamespace
 
@@ -6,6 +7,8 @@ import pytest
 import torch
 
 from deepfast import availability, backend
+from deepfast.build import find_nvcc
+from tests.cuda import ptxas
 from tests.cuda.build import BuildError, build, compiler, every_launch, sanitizer
 
 
@@ -16,8 +19,7 @@ def test_every_launch_fits(emulated, monkeypatch, kilobytes, most):
     monkeypatch.setenv("EMULATOR_SHARED", str(kilobytes))
     # The first block shows what a block asks for and what it does with it.
     monkeypatch.setenv("EMULATOR_BLOCKS", "1")
-    for dim in (509, most):
-        every_launch(emulated, 1, dim)
+    every_launch(emulated, 1, most)
     found = SimpleNamespace(shared_memory_per_block_optin=kilobytes << 10)
     monkeypatch.setattr(availability, "_triton", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -45,3 +47,9 @@ def test_no_access_out_of_bounds(python):
         pytest.skip(f"needs a build: {error}")
     variables = {"LD_PRELOAD": sanitizer(), "ASAN_OPTIONS": "detect_leaks=0"}
     python("-c", PROGRAM, library, **variables, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+def test_every_kernel_compiles_without_spills():
+    assert ptxas.main() == 0

@@ -111,19 +111,25 @@ def chosen(launch, **v) -> dict:
     return allowed(launch, {axis: v.get(axis, values[0]) for axis, values in axes.items()})
 
 
-def covering(launch, together: int, sizes=SIZES, patience: int = 40) -> Iterator[dict]:
+def covering(launch, together: int, sizes=SIZES, patience: int = 20) -> Iterator[dict]:
     """Calls in which any ``together`` choices that callers make together occur together.
 
-    Each is the one of eight drawn at random that has the most new combinations.
+    Each is the one of 16 drawn at random that has the most new combinations.
     """
     draw, axes = random.Random(launch.name), choices(launch, sizes)
-    seen, idle = set(), 0
+    seen, idle, numbers = set(), 0, {}
+
+    def combinations(v):
+        # Tuples of numbers are hashed faster than those of choices.
+        chosen = [numbers.setdefault(choice, len(numbers)) for choice in v.items()]
+        return set(itertools.combinations(chosen, together))
+
     while idle < patience:
         drawn = [
             allowed(launch, {axis: draw.choice(values) for axis, values in axes.items()})
-            for _ in range(8)
+            for _ in range(16)
         ]
-        combined = [set(itertools.combinations(v.items(), together)) - seen for v in drawn]
+        combined = [combinations(v) - seen for v in drawn]
         best = max(range(len(drawn)), key=lambda i: len(combined[i]))
         idle = 0 if combined[best] else idle + 1
         if combined[best]:

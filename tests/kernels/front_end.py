@@ -55,9 +55,11 @@ def to_ir(self, key, signature, device, constexprs, options, attrs, warmup) -> N
     """Instead of JITFunction._do_compile."""
     keys.add((self.__name__, str(key), remembered.key))
     launched.setdefault(self.__name__, set()).add(str(key))
-    if (self.__name__, str(key)) in compiled:
+    # Without the alignments, which change no type.
+    kinds = self.__name__, str((signature, constexprs, options))
+    if kinds in compiled:
         return
-    compiled.add((self.__name__, str(key)))
+    compiled.add(kinds)
     _, _, target, compiler, _ = self.device_caches[device]
     context = ir.context()
     ir.load_dialects(context)

@@ -11,7 +11,7 @@ from tests.kernels.calls import chosen, covering, given_by
 BF16, FP16 = torch.bfloat16, torch.float16
 BOUNDARIES = ("boundary", "attention_boundary")
 SIZES = {"R": (24,), "S": (25,), "H": (1, 3), "V": (17, 512, 1001), "P": (1, 3), "N": (1, 5, 33)}
-FEW = SIZES | {"T": (5,), "D": (17, 64, 100), "K": (3, 17)}
+FEW = SIZES | {"T": (3,), "D": (17, 64, 100), "K": (3, 17)}
 MORE = SIZES | {"T": (5, 18), "D": (17, 64, 100, 768), "K": (3, 17)}
 
 
@@ -50,13 +50,13 @@ def both(op, *calls):
 
 def patterns(*lists):
     """Dilation, periods, blocks, any order, and rows that do not read their own state."""
-    calls = [{"near": near, "pull_rows": pulls, "T": 5, "D": 33} for near, pulls in lists]
+    calls = [{"near": near, "pull_rows": pulls, "T": 3, "D": 33} for near, pulls in lists]
     return [call for op in BOUNDARIES for call in both(op, *calls)]
 
 
 def far(names, *lists):
     """Sources and rows of any kind."""
-    calls = [{"sources": sources, "rows": rows, "T": 5, "D": 24} for sources, rows in lists]
+    calls = [{"sources": sources, "rows": rows, "T": 3, "D": 24} for sources, rows in lists]
     return [(name, call | {"accumulate": True}) for name in names for call in calls]
 
 
