@@ -101,7 +101,7 @@ def test_strided_operands(backend):
 SHAPES = (1, 1, 2), (3, 8, 70_001), (37, 24, 1001)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, LOW, strict=True), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, LOW, strict=True)), ids=str)
 @pytest.mark.parametrize("chunk", [4, None])
 def test_what_else_is_returned(backend, shape, dtype, chunk):
     """The loss without smoothing, and how many targets have the largest logit; neither has a
