@@ -58,7 +58,7 @@ CALLS = []
 for i, call in enumerate(SHORT + LONG):
     CALLS += [("cpu", dtype, call) for dtype in (torch.float32, (*LOW[1:], torch.float64)[i % 3])]
     CALLS += [("sdpa", LOW[i % 3], call)] if not call[6] else []
-    slow = [pytest.mark.slow] * (i % 4 > 0 or call in LONG)
+    slow = [pytest.mark.slow] * (i % 4 or call in LONG)
     CALLS += [pytest.param("triton", LOW[i % 3], call, marks=slow)] if i % 2 == 0 else []
 CALLS = [call for call in CALLS if getattr(call, "values", call)[0] in SERVERS]
 

@@ -13,19 +13,17 @@ from deepfast.cases.case import tuple_of
 from deepfast.ops.register import LIBRARY
 from tests.ops.cases import EVERY, NAMES, Call, P, Seen, T, equal, of_any_length, results
 
-FAST = ("layer_norm", "depth_mix", "attention")
 
-
-def calls(names):
-    """Each with dropout; one also without it, and attention, whose masks differ."""
+def calls(names, *fast):
+    """Each with dropout; two also without it, for attention then has the same numbers."""
     given = [(name, P) for name in names] + [("layer_norm", 0.0), ("attention", 0.0)]
-    slow = pytest.mark.slow
     return [
-        pytest.param(*each, marks=[slow] * (each[0] not in FAST or not each[1])) for each in given
+        pytest.param(name, p, marks=[] if name in fast and p else pytest.mark.slow)
+        for name, p in given
     ]
 
 
-@pytest.mark.parametrize(("name", "p"), calls(NAMES))
+@pytest.mark.parametrize(("name", "p"), calls(NAMES, "layer_norm", "depth_mix", "attention"))
 def test_compiles_to_one_graph(name, p):
     """Without a graph break, the same numbers, for any number of tokens with one compilation."""
     torch._dynamo.reset()
@@ -88,7 +86,7 @@ def ours(program):
     return {n.target for n in program.graph.nodes if str(n.target).startswith("deepfast.")}
 
 
-@pytest.mark.parametrize(("name", "p"), calls(EVERY))
+@pytest.mark.parametrize(("name", "p"), calls(EVERY, "depth_mix"))
 def test_a_decomposed_program_has_torchs_ops_alone(name, p):
     """With the same numbers; an exported one keeps the op."""
     # A recurrence has a fixed number of steps.

@@ -175,8 +175,11 @@ MANY = 1024, 64, 4000
 LOGITS = 4 * 1024 * 4000
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "cast"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=str,
+)
 def test_peak_memory(meter, monkeypatch, weights, cast):
     """Beyond operands, their gradients and an accumulator in fp32: under 5% of the fp32 logits."""
     (T, _, V), (hidden, weight, target) = MANY, operands(*MANY, weights)
