@@ -1,7 +1,6 @@
 """Choosing a backend: the order, the reasons, the override, the record."""
 
 import contextlib
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -157,14 +156,6 @@ def test_an_argument_comes_before_the_override(monkeypatch, argument):
             results = tuple_of(case.run(**case.leaves(FP32, FP32), backend=argument))
             sum(y.sum() for y in results).backward()
     assert set(seen) == {(op, argument or "reference") for op in backend.OPS}
-
-
-def test_an_environment_in_place_of_os_environ(monkeypatch):
-    monkeypatch.setenv("DEEPFAST_BACKEND", "reference")
-    monkeypatch.setattr(os, "environ", {})
-    assert backend.requested_backend() is None
-    monkeypatch.setattr(os, "environ", {"DEEPFAST_BACKEND": "cpu"})
-    assert backend.requested_backend() == "cpu"
 
 
 def test_records_see_their_blocks_and_end_with_an_exception():

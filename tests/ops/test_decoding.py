@@ -102,6 +102,8 @@ def test_refused_operands(changed, message):
     given |= {"new": (torch.randn(2, 8), torch.randn(2, 8))} | changed
     with pytest.raises(RuntimeError, match=message):
         decoding.cached_attention(**given)
+    with pytest.raises(RuntimeError, match="expected eos below 5, got 5"):
+        decoding.best_tokens(torch.randn(2, 5), 2, [], 5)
 
 
 def both(logits, count, banned, eos):
@@ -120,9 +122,7 @@ def assert_alike(got, want):
 
 
 @IN_EACH_DTYPE
-@pytest.mark.parametrize(
-    ("size", "count"), [(1, 1), (2, 4), (7, 9), (127, 4), (128, 1), (129, 9), (1000, 4), (8001, 9)]
-)
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 4), (7, 9), (128, 1), (129, 9), (8001, 4)])
 def test_best_tokens(count, size, dtype):
     logits = (4 * torch.randn(11, 2 * size, dtype=torch.float64)).to(dtype)[:, :size]
     banned = [0, size // 3] if size > 2 else []
@@ -156,11 +156,6 @@ def test_extreme_rows():
     assert torch.equal(eos.isnan(), torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.bool))
     assert torch.equal(by_torch.isnan(), eos.isnan())
     assert_alike([x[3:] for x in got], [x[3:] for x in want])
-
-
-def test_refused_eos():
-    with pytest.raises(RuntimeError, match="expected eos below 5, got 5"):
-        decoding.best_tokens(torch.randn(2, 5), 2, [], 5)
 
 
 def test_what_the_compiled_ops_serve(monkeypatch):

@@ -36,20 +36,20 @@ def dropped(request):
     return FORMS[request.param]
 
 
-SEEDS = (0, 7, 2**33 + 5, 2**63 - 1, -3)
-MASKS = [(dim, seed, 0.3) for dim, seed in zip((1, 8, 127, 128, 129), SEEDS, strict=True)]
-MASKS += [(300, 5, p) for p in (1e-6, 1e-3, 0.5, 0.999, 1 - 1e-6, 1.0)]
-CALLS = [(by, dtype) for by in HERE for dtype in (LOW if by != "triton" else LOW[1:2])]
+MASKS = [(1, 0, 0.3), (8, 7, 1e-6), (127, 2**33 + 5, 0.5), (128, 2**63 - 1, 0.999)]
+MASKS += [(129, -3, 1e-3), (300, 5, 1 - 1e-6), (300, 5, 1.0)]
+CALLS = [(by, dtype) for by in HERE for dtype in (LOW if by == "cpu" else LOW[1:2])]
 
 
 @pytest.mark.parametrize(("by", "dtype"), CALLS, ids=str)
 def test_the_mask_is_the_references(dropped, by, dtype):
     """Its probability is rounded in the same way. What is dropped is zero whatever it was:
     infinities and NaNs of the input, and of its gradient."""
+    rows = 2 if by == "triton" else 9
     for dim, seed, p in MASKS:
-        mask = dropout_mask(seed, 9, dim, p).float()
-        kept = (30 + 10 * torch.rand(9, dim)).to(dtype)
-        bad = torch.tensor([torch.inf, torch.nan])[torch.randint(2, (9, dim))]
+        mask = dropout_mask(seed, rows, dim, p).float()
+        kept = (30 + 10 * torch.rand(rows, dim)).to(dtype)
+        bad = torch.tensor([torch.inf, torch.nan])[torch.randint(2, (rows, dim))]
         x = torch.where(mask > 0, kept, bad.to(dtype)).requires_grad_()
         s = dropped(x, p, by, seed)
         expected = (kept * mask).to(dtype)

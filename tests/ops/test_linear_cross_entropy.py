@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepfast import backend as backends
 from deepfast.cases import sentences
 from deepfast.cases.case import Rows
 from deepfast.ops import linear_cross_entropy
@@ -33,31 +32,26 @@ CASES = [
     (ONE, 2, {"chunk": 1, "bias": True}),
     (ONE, 2, {"reduction": "none", "weighted": True}),
     (ODD, 1001, {"chunk": 4, "label_smoothing": 0.6, "bias": True}),
-    (ODD, 1001, {"chunk": 1, "reduction": "sum", "label_smoothing": 0.0}),
     (ODD, 1001, {"chunk": 4, "reduction": "none", "bias": True, "label_smoothing": 1.0}),
     (ODD, 1001, {"chunk": 4, "weighted": True, "bias": True}),
     (ODD, 1001, {"reduction": "sum", "weighted": True}),
-    (Rows((9,), 64), 512, {"label_smoothing": 1.0}),
     (Rows((9,), 64), 512, {"chunk": 4, "reduction": "none", "weighted": True, "bias": True}),
-    (LARGE, 70_001, {"bias": True}),
     (LARGE, 70_001, {"chunk": 1, "reduction": "none", "label_smoothing": 0.6}),
-    (Rows((2, 3), 4), 9, {"reduction": "none"}),
     (Rows((2, 0), 4), 9, {"reduction": "none", "weighted": True}),
 ]
 
 
-@pytest.mark.parametrize("dtype", list(backends.DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "words", "options"), CASES, ids=str)
 def test_agrees(backend, dtype, rows, words, options):
     assert_agrees(sentences.linear_cross_entropy("", rows, words, **options), backend, dtype)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_logits_far_apart_and_not_finite(backend, dtype):
+def test_logits_far_apart_and_not_finite(backend):
     """No overflow of the exponential nor, in fp16, of the logits; exact zeros far from the
     largest."""
-    hidden = torch.tensor([[4.0], [-4.0]], dtype=dtype)
-    weight = torch.tensor([[3e4], [0.0], [-3e4]], dtype=dtype, requires_grad=True)
+    hidden = torch.tensor([[4.0], [-4.0]], dtype=torch.float16)
+    weight = torch.tensor([[3e4], [0.0], [-3e4]], dtype=torch.float16, requires_grad=True)
     options = {"target": torch.tensor([0, 1]), "reduction": "sum", "backend": backend}
     loss = linear_cross_entropy(hidden, weight, **options)
     assert loss.item() == 4 * weight[0].item()
@@ -104,10 +98,12 @@ def test_strided_operands(backend):
     torch.testing.assert_close(got, linear_cross_entropy(hidden, weight, target, backend=backend))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (37, 24, 1001), (3, 8, 70_001)], ids=str)
+SHAPES = (1, 1, 2), (3, 8, 70_001), (37, 24, 1001)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, LOW, strict=True)), ids=str)
 @pytest.mark.parametrize("chunk", [4, None])
-def test_what_else_is_returned(backend, dtype, shape, chunk):
+def test_what_else_is_returned(backend, shape, dtype, chunk):
     """The loss without smoothing, and how many targets have the largest logit; neither has a
     gradient."""
     hidden, weight, target = operands(*shape, dtype, ignored=0.3)
@@ -123,20 +119,6 @@ def test_what_else_is_returned(backend, dtype, shape, chunk):
     assert correct.item() == (best == target).sum().item()
     logits = F.linear(hidden, weight).float(), F.linear(hidden.double(), weight.double())
     assert_accurate(nll, *(F.cross_entropy(x, target) for x in logits), dtype)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_for_several_factors_at_once(backend, reduction):
-    *leaves, target = operands(9, 8, 33)
-
-    def loss():
-        return linear_cross_entropy(*leaves, target, reduction=reduction, backend=backend)
-
-    factors = torch.rand(2, *loss().shape)
-    several = torch.autograd.grad(loss(), leaves, factors, is_grads_batched=True)
-    for i, factor in enumerate(factors):
-        one = torch.autograd.grad(loss(), leaves, factor)
-        assert all(torch.equal(a[i], b) for a, b in zip(several, one, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +175,11 @@ MANY = 1024, 64, 4000
 LOGITS = 4 * 1024 * 4000
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "cast"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=str,
+)
 def test_peak_memory(meter, monkeypatch, weights, cast):
     """Beyond operands, their gradients and an accumulator in fp32: under 5% of the fp32 logits."""
     (T, _, V), (hidden, weight, target) = MANY, operands(*MANY, weights)

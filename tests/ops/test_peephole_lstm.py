@@ -27,17 +27,6 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
     assert all(equal(again, found[0]) for again in found)
 
 
-def test_steps_one_by_one_are_the_whole(backend):
-    """The caller carries the state, like a decoder."""
-    f, weight, peephole, h, c = operands(5, 3, 9)
-    whole = peephole_lstm(f, weight, peephole, h0=h, c0=c, backend=backend)
-    for t in range(5):
-        out, h, c = peephole_lstm(f[t : t + 1], weight, peephole, h0=h, c0=c, backend=backend)
-        assert torch.equal(out[0], whole[0][t])
-    assert torch.equal(h, whole[1])
-    assert torch.equal(c, whole[2])
-
-
 def test_extreme_values(any_backend):
     """Gates that are exactly 0 or 1, and a NaN that stays in its sentence."""
     f = torch.zeros(2, 4, 12)
