@@ -40,7 +40,7 @@ def weights(path):
 
 
 def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, capsys):
-    changes = {"grow.train.max_steps": 16, "model.dropout": 0.0, "grow.train.save_every": 4}
+    changes = {"grow.train.max_steps": 16, "model.dropout": 0.0, "grow.train.save_every": 8}
     result = train(make_recipe(GROW | changes))
     assert result.output == tmp_path / "run" / "stage2"
     assert (result.step, result.stopped) == (16, "max_steps")
@@ -48,7 +48,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     assert f"grows on {best}, of step" in said
     assert isinstance(load_model(result.for_translation)[0], DepthGrowing)
     bottom = weights(best)
-    states = [weights(result.output / n) for n in ("step-00000012", "average.pt", "step-00000016")]
+    states = [weights(result.output / n) for n in ("step-00000008", "average.pt", "step-00000016")]
     # No bit of the bottom has changed, also in an average; all of the top has.
     for name, tensor in bottom.items():
         assert all(torch.equal(state[f"bottom.{name}"], tensor) for state in states)

@@ -12,16 +12,15 @@ from tests.mt.training.runs import assert_same_runs, at_step, interrupt
 
 LSTM = {"kind": "fast_forward_lstm", "dim": 12, "embedding_dim": 8, "encoder_layers": 2,
         "decoder_layers": 2, "dropout": 0.2}  # fmt: skip
-GROW = {"model.encoder_layers": 2, "grow.model.top_encoder_layers": 1,
-        "grow.model.top_decoder_layers": 1, "grow.model.top_encoder_connection": "dlcl",
-        "grow.model.bottom_dropout": True, "grow.model.embedding_norm": True,
-        "grow.optim.accumulate": 2, "grow.train.max_steps": 4, "train.max_steps": 4,
-        "train.save_every": 2, "train.validate_every": 2}  # fmt: skip
+GROW = {"grow.model.top_encoder_layers": 1, "grow.model.top_decoder_layers": 1,
+        "grow.model.top_encoder_connection": "dlcl", "grow.model.bottom_dropout": True,
+        "grow.model.embedding_norm": True, "grow.optim.accumulate": 2, "grow.train.max_steps": 4,
+        "train.max_steps": 4, "train.save_every": 2, "train.validate_every": 2}  # fmt: skip
 STOPPED = {
     "in an epoch, the metrics of a line cut in two, after Adam's restart": (9, {
-        "model.encoder_connection": "attnres", "model.encoder_layers": 2, "optim.accumulate": 3,
-        "optim.restart_step": 5, "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1,
-        "train.precision": "bfloat16", "train.log_every": 3, "train.max_steps": 10}),
+        "model.encoder_connection": "attnres", "optim.accumulate": 3, "optim.restart_step": 5,
+        "optim.restart_lr": 1e-4, "optim.restart_accumulate": 1, "train.precision": "bfloat16",
+        "train.log_every": 3, "train.max_steps": 10}),
     "in the next epoch, latent depth": (7, {
         "model.norm": "post", "optim.weight_decay": 0.1, "model.dlcl.weight_type": "vector",
         "data.max_tokens": 400, "train.deterministic": True, "model.encoder_layers": 1,
@@ -73,7 +72,7 @@ def test_two_runs_of_a_recipe_resume_to_the_bit(run, whole_run, killed_at, monke
 def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_again(run, finished):
     folder = finished()
     # A copy with a name of the user's own stays.
-    (folder / "step-00000004").rename(folder / "step-00000004-good")
+    shutil.copytree(folder / "step-00000004", folder / "step-00000004-good")
     before = {path: path.stat().st_ino for path in folder.glob("step-*")}
     # What a killed run left half written.
     (folder / ".step-00000016.part").mkdir()
@@ -81,13 +80,14 @@ def test_the_newest_step_is_damaged_or_gone_and_a_finished_run_saves_no_step_aga
     run({"resume": True})
     assert before == {path: path.stat().st_ino for path in folder.glob("step-*")}
     assert not list(folder.glob(".*.part"))
-    last = folder / "step-00000012"
+    last = folder / "step-00000008"
     file = last / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"^{last}: .* damaged"):
         run({"resume": True})
     shutil.rmtree(last)
-    assert run({"resume": True}).step == 12
+    assert run({"resume": True}).step == 8
+    assert (folder / "step-00000004-good").is_dir()
 
 
 @pytest.mark.parametrize("why", ["no best.pt in this folder", "the dev text"])

@@ -29,9 +29,9 @@ from tests.mt.training.runs import at_step, files_of, full_disk, interrupt, name
 
 
 def test_a_run_learns_and_leaves_its_files(make_recipe, corpus, capsys):
-    recipe = make_recipe({"train.max_steps": 40, "train.validate_every": 20, "model.dropout": 0.0,
-                          "train.log_every": 20, "train.test_bleu": True, "decode.beam": 3,
-                          "train.save_every": 10, "decode.length_penalty": 0,
+    recipe = make_recipe({"train.max_steps": 40, "train.validate_every": 20, "train.log_every": 20,
+                          "train.save_every": 10, "train.average_last": 2, "train.test_bleu": True,
+                          "model.dropout": 0.0, "decode.beam": 3, "decode.length_penalty": 0,
                           "data.lowercase": True})  # fmt: skip
     result = train(recipe, quiet=True)
     assert capsys.readouterr().out == ""
@@ -94,7 +94,7 @@ def test_resuming_a_finished_run_and_then_a_longer_one(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.encoder_layers": 4}, "encoder_layers 3 in the checkpoint and 4 in the recipe"),
+        ({"model.encoder_layers": 4}, "encoder_layers 2 in the checkpoint and 4 in the recipe"),
         ({"data.max_tokens": 100}, "cannot resume, the state was taken with max_tokens 120"),
         ({"data.lowercase": True}, "other sentence pairs"),
         ({"train.seed": 2}, "train.seed 1 -> 2: resuming cannot change it"),
@@ -119,11 +119,11 @@ FAILURES = {
                    "step 1: the loss of the dev part is (nan|inf); the first value .* is the "
                    "output of .*; last checkpoint: none", None),
     # No later loss tells.
-    "weights": (None, {"optim.restart_step": 7, "optim.restart_lr": 1e39, "train.max_steps": 8,
+    "weights": (None, {"optim.restart_step": 7, "optim.restart_lr": 1e39,
                        "data.dev_source": None, "data.dev_target": None},
                 f"step 8: {WEIGHTS}-0+4", 4),
-    "disk": (full_disk, {}, r".*/step-0+8: the checkpoint cannot be written \(No space left on de"
-             r"vice\); earlier ones are intact", 4),
+    "disk": (full_disk, {"train.max_steps": 9}, r".*/step-0+8: the checkpoint cannot be written "
+             r"\(No space left on device\); earlier ones are intact", 4),
     "folder": (lambda trainer: shutil.rmtree(trainer.recipe.output), {},
                ".*/metrics.jsonl: cannot be written .No such file or .*", None),
 }  # fmt: skip
@@ -153,8 +153,8 @@ def test_a_failed_run_says_why_and_keeps_what_it_saved(
         assert all(w.isfinite().all() for w in load_checkpoint(folder / step)["model"].values())
     assert not list(folder.glob(".*part"))
     if name == "disk":
-        run({"resume": True})
-        assert rows(folder) == rows(whole_run({}).output)
+        run(changes | {"resume": True})
+        assert rows(folder) == rows(whole_run(changes).output)
         return
     found = json.loads((folder / "result.json").read_text())
     assert found.keys() == {"diverged", "machine"}
@@ -164,7 +164,8 @@ def test_a_failed_run_says_why_and_keeps_what_it_saved(
 def test_patience_counts_validations_also_after_a_resume(run, killed_at, monkeypatch):
     curve = {2: 3.0, 4: 2.0, 5: 1.5, 6: 2.5, 8: 1.5}
     monkeypatch.setattr(Trainer, "validate", lambda self: Validation(curve[self.step], 0.5))
-    changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2}
+    changes = {"train.validate_every": 2, "train.save_every": 2, "train.patience": 2,
+               "train.max_steps": 9}  # fmt: skip
     with monkeypatch.context() as patch:
         at_step(patch, 5, interrupt)
         run(changes)
