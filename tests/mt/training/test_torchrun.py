@@ -43,9 +43,10 @@ pytestmark = [
 SAVED = "step-00000004"
 KINDS = ("ddp", "fsdp")
 # Rounding may move the input of a relu across 0, where its gradient jumps; gelu has no such place.
-PLAIN = {"model.dropout": 0.0, "model.activation": "gelu", "train.max_steps": 12,
-         "train.save_every": 3, "train.validate_every": 3, "train.keep_last": 9,
-         "train.average_last": 2}  # fmt: skip
+# The third layer keeps the gradients through a fusion above rounding.
+PLAIN = {"model.dropout": 0.0, "model.activation": "gelu", "model.encoder_layers": 3,
+         "train.max_steps": 12, "train.save_every": 3, "train.validate_every": 3,
+         "train.keep_last": 9, "train.average_last": 2}  # fmt: skip
 SILENT = "no answer, killed or stopped from outside"
 
 
