@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepfast.mt import search
-from deepfast.mt.data import TokenBatches, Vocabulary, phrases
+from deepfast.mt.data import TokenBatches, Vocabulary
 from deepfast.mt.models import DepthGrowingConfig, FastForwardLSTMConfig, TransformerConfig
 from deepfast.mt.search import DecodingOptions, Ensemble, bleu
 from tests.mt.models.kinds import RECURRENT, SIZES, both, make
@@ -16,7 +16,6 @@ WHOLE = "expected an integer of at least 1"
 TRANSFORMER = [
     ({"decoder_layers": 2.5}, f"decoder_layers: {WHOLE} and at most 65536, got 2.5"),
     ({"dim": 18, "num_heads": 4}, "dim: expected an even multiple of num_heads 4, got 18"),
-    ({"dropout": 1.0}, "dropout: expected a number in [0, 1), got 1.0"),
     ({"decoder_norm": "mid"}, "decoder_norm: expected one of pre, post, deepnorm or null"),
     ({"decoder_norm": "deepnorm", "decoder_connection": "dlcl"},
      "decoder_connection: expected residual with norm deepnorm, got 'dlcl'"),
@@ -26,18 +25,13 @@ TRANSFORMER = [
     ({"attnres_reads": 3}, f"attnres_reads: {WHOLE} and at most 2 or"),
     ({"attnres_block": 2}, "attnres_block: expected null without a side with 'block_attnres'"),
     ({"target_vocab_size": 12}, "target_vocab_size: expected the source's 11 where share_emb"),
-    ({"dlcl": {"a": 2}}, "dlcl: expected keys among "),
     (both("residual", dlcl={"window": 2}), "dlcl: expected no options without a side wit"),
-    ({"encoder_fusion": "sum"}, "encoder_fusion: expected one of average"),
     ({"fusion": {"hops": 3}}, "fusion: expected no options without a side with a fusion, got"),
-    ({"encoder_fusion": "attention", "fusion": {"shared": "no"}},
-     "fusion: shared must be True or False, got 'no'"),
     ({"encoder_fusion": "average", "cross_attention": "transparent"},
      "encoder_fusion: expected null where cross_attention is transparent"),
     ({"encoder_fusion": "average", "decoder_fusion": "feed_forward",
       "fusion": {"hidden_dim": 6, "activation": "relu"}},
      "fusion: expected options that average or feed_forward reads (hidden_dim), got"),
-    (both("latent", latent={"taus": 1}), "latent: expected keys among anneal"),
     (both("latent", latent={"target_layers": 3, "target_weight": 1}), "at most the 2 layers"),
     (both("latent", cross_attention="transparent"), "encoder_connection: expected another than"),
 ]  # fmt: skip
@@ -48,15 +42,10 @@ GROWING = [
 ]
 LSTM = [
     ({"dim": 7}, "multiple of 2, got 7"),
-    ({"columns": True}, f"columns: {WHOLE} and at most 2, got True"),
-    ({"lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
 ]
 OPTIONS = [
     ({"nbest": 5}, "nbest: expected at most beam 4, got 5"),
-    ({"max_length": 0}, f"max_length: {WHOLE} or null, got 0"),
-    ({"length_penalty": -0.1}, "length_penalty: expected a number of at least 0 and at most 10"),
     ({"deep_shallow": True, "alpha": 1.1}, "alpha: expected a number of at least 0 and at most 1,"),
-    ({"length_form": "wu"}, "length_form: expected one of gnmt, power, got 'wu'"),
     ({"gamma": 1.0}, "gamma: expected deep_shallow beside it, got 1.0"),
     ({"replace_unknown": True, "no_unknown": True}, "expected false with no_unknown or deep_shal"),
 ]
@@ -72,13 +61,10 @@ CALLS = [
     *((partial(make_one, **changes), said) for make_one, rows in MADE for changes, said in rows),
     (partial(TokenBatches, [], max_tokens=9), "at least one pair of at most 9 tokens, got 0"),
     (partial(TokenBatches, PAIRS, max_tokens=9, max_length=3), "of at most 3 tokens, got 9 long"),
-    (partial(TokenBatches, PAIRS, max_tokens=0), "max_tokens must be an integer of at least 1, go"),
-    (partial(phrases, "it"), "one of de, fr, es, got 'it'"),
     (partial(bleu, ["a", "b"], ["a"]), "got 2 translations and 1 references"),
     (partial(bleu, [], []), "at least one translation, got none"),
     (partial(bleu, ["a"], [["a"]]), "references must be a list of sentences, got [['a']]"),
     (partial(bleu, [None], ["a"]), "hypotheses must be a list of sentences, got [None]"),
-    (partial(bleu, ["a"], ["a"], tokenize="mecab"), "tokenize must be one of 13a, none, intl, "),
     (partial(Ensemble, []), "target_vocab_size, got none"),
     (lambda: Ensemble([small(vocab_size=60), small()]), "got [(9, 9), (60, 60)]"),
     (lambda: Ensemble([small(target_vocab_size=10, share_embeddings="decoder"), small()]),

@@ -1,17 +1,6 @@
 """Marks of unknown words: into a training text, and out of a translation."""
 
-from collections import Counter
-
-import pytest
-
-from deepfast.files import DataError
-from deepfast.mt.data.posunk import (
-    annotated,
-    mark,
-    read_translations,
-    without_marks,
-    write_translations,
-)
+from deepfast.mt.data.posunk import annotated, mark, without_marks
 
 SOURCE = ["the", "ecotax", "portico", "in", "Pont-de-Buis"]
 TARGET = ["le", "portique", "écotaxe", "de", "Pont-de-Buis"]
@@ -33,12 +22,3 @@ def test_a_target_with_marks_comes_back():
     text = "<unk:-2> a <unk:null> <unk:+1> <unk:+7> <unk:x>"
     assert without_marks(["one", "two"], text, {}) == "a <unk:x>"
     assert without_marks(["one", "two", "three"], text, {}) == "three a three <unk:x>"
-
-
-def test_a_dictionary(tmp_path):
-    path, counts = tmp_path / "dictionary", {"b": Counter("yv"), "a": Counter("xzz")}
-    write_translations(path, counts)
-    assert read_translations(path) == {"a": "z", "b": "y"}
-    path.write_text("a\tz\nb\n")
-    with pytest.raises(DataError, match="a tab and its translation in line 2"):
-        read_translations(path)

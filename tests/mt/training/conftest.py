@@ -35,11 +35,11 @@ def make_recipe(corpus, tmp_path):
                 for side, suffix in (("source", "en"), ("target", "de"))
             }
             | {"vocab_size": 60, "max_tokens": 120, "max_length": 40},
-            "model": {"dim": 16, "num_heads": 2, "ffn_dim": 32, "encoder_layers": 3,
+            "model": {"dim": 16, "num_heads": 2, "ffn_dim": 32, "encoder_layers": 2,
                       "decoder_layers": 1, "dropout": 0.2},
             "optim": {"lr": 5e-3, "warmup": 10},
-            "train": {"device": "cpu", "max_steps": 12, "validate_every": 5, "save_every": 4,
-                      "keep_last": 3, "average_last": 2, "log_every": 1, "tensorboard": False},
+            "train": {"device": "cpu", "max_steps": 8, "validate_every": 5, "save_every": 4,
+                      "keep_last": 3, "average_last": 1, "log_every": 1, "tensorboard": False},
             "output": str(tmp_path / "run"),
         }  # fmt: skip
         for key, value in dict(changes).items():

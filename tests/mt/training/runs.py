@@ -62,15 +62,20 @@ def tensors(path):
     return found
 
 
+def _written(step):
+    """The table and the files of a step's tensors."""
+    return read_run(step)["tensors"], [p.read_bytes() for p in sorted(step.glob("*.distcp"))]
+
+
 def assert_same_runs(one, other):
     """Metrics, and the tensors of all checkpoints, to the bit."""
     assert rows(one) == rows(other)
     assert names(one) == names(other)
     for name in names(one):
-        a, b = (tensors(Path(folder) / name) for folder in (one, other))
-        assert a.keys() == b.keys()
-        for key, tensor in a.items():
-            assert torch.equal(tensor, b[key]), (name, key)
+        a, b = Path(one, name), Path(other, name)
+        # Files are compared faster. Several ranks may divide the same tensors in another way.
+        if a.is_file() or _written(a) != _written(b):
+            torch.testing.assert_close(tensors(b), tensors(a), rtol=0, atol=0, equal_nan=True)
 
 
 def at_step(monkeypatch, step, action, model=torch.nn.Module):
@@ -97,19 +102,12 @@ def interrupt(trainer):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def in_save(trainer, act):
-    """Calls ``act`` when a checkpoint is written, after the metrics before it."""
+def full_disk(trainer):
+    """When a checkpoint is written, after the metrics before it."""
     metrics = os.stat(os.path.join(trainer.recipe.output, "metrics.jsonl"))
 
     def fsync(descriptor):
         if not os.path.samestat(os.fstat(descriptor), metrics):
-            act()
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     os.fsync = fsync
-
-
-def full_disk(trainer):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    in_save(trainer, full)

@@ -35,12 +35,10 @@ def test_the_list_and_overrides_behind_options(command, capsys):
         assert f"unrecognized arguments: {word}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("output", "place"), [("~/x", "home/x"), ("-x", "-x")])
-def test_an_output_that_is_no_plain_word(command, tmp_path, monkeypatch, capsys, output, place):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def test_an_output_that_is_no_plain_word(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([*command, "train.max_steps=2", f"output={output}"]) == 0
-    assert (tmp_path / place / "best.pt").is_file()
+    assert main([*command, "train.max_steps=2", "output=-x"]) == 0
+    assert (tmp_path / "-x" / "best.pt").is_file()
     told = capsys.readouterr().out.rpartition("to translate: deepfast ")[2]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
     assert main(shlex.split(told.removesuffix(" < FILE\n"))) == 0

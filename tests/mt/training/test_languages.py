@@ -24,7 +24,7 @@ PHRASES = NO_FILES | {
     "data.dev_size": 5,
     "data.test_size": 5,
     "data.vocab_size": 120,
-    "train.max_steps": 8,
+    "train.max_steps": 5,
 }
 LATENT = {
     "model.decoder_layers": 4,
@@ -109,14 +109,13 @@ def test_any_model_of_several_languages_needs_a_tag_to_translate(run):
 def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
     make_recipe, tmp_path, capsys
 ):
-    more = {"train.test_bleu": True, "train.validate_bleu": True, "memory_budget": "1GiB"}
+    more = {"train.test_bleu": True, "train.validate_bleu": True}
     result = train(make_recipe(PHRASES | LATENT | more))
     for row in (rows(result.output, "test")[0], rows(result.output, "valid")[0]):
         assert row["bleu"] == pytest.approx((row["bleu_de"] + row["bleu_fr"]) / 2)
-    assert rows(result.output, "memory")[0]["policies"]
     assert re.search("decoder depth .* test BLEU .*, de ", capsys.readouterr().out, re.DOTALL)
 
-    # Set by hand, because 8 steps are too few to decide: layers 0 and 2 for de.
+    # Set by hand, because 5 steps are too few to decide: layers 0 and 2 for de.
     content = load_checkpoint(result.checkpoint)
     content["model"]["decoder.latent.logits"] = torch.tensor([[1.0, -1, 1, -1], [1.0, 1, -1, -1]])
     whole, small, english = (str(tmp_path / n) for n in ("whole.pt", "small.pt", "test.en"))
@@ -133,12 +132,6 @@ def test_bleu_of_each_language_and_the_same_text_from_a_pruned_checkpoint(
         outputs.append(capsys.readouterr().out.split("\n"))
     assert outputs[0] == outputs[1]
     assert (len(outputs[0]), outputs[0][1]) == (4, "")
-    # The smaller model is for one language: it refuses the other's tag.
-    (tmp_path / "other.en").write_text("<de> house\n\n<fr> a\n")
-    assert main(["mt", "translate", small, "--input", str(tmp_path / "other.en")]) == 1
-    said = capsys.readouterr().err
-    assert "line 3 begins with '<fr>': expected a source sentence that begins with the tag" in said
-    assert main(["mt", "translate", small, "--input", english, "--language", "fr"]) == 1
 
 
 @pytest.mark.parametrize("ready", [False, True])

@@ -72,22 +72,16 @@ NOT_PLANNED = {
 }
 REFUSED = [
     ("optim.lrr=3", "optim.lrr: unknown key, the nearest one is lr"),
-    ("optim={1: 2}", "optim.1: unknown key"),
     ("optim.lr", "expected key=value"),
-    ("output=" + "[" * 600, "expected YAML, got an error: maximum recursion depth exceeded"),
     # What is long is shortened.
     (f"optim.lr={LONG}", "optim.lr: expected a number above 0, got 'xxx"),
     (f"optim.lr=[{LONG}", "expected YAML, got an error at line 1: expected ',' or ']', but"),
-    (f"{LONG}=1", "xxx: unknown key, expected data, model, optim, "),
     # Types and limits, each of them once.
     ("optim=3", "optim: expected keys and values, got 3"),
     ("optim.lr=0", "optim.lr: expected a number above 0, got 0"),
     ("optim.lr=.nan", "optim.lr: expected a number above 0, got nan"),
-    ("optim.betas=[true, 0.1]", "expected a list of 2 numbers in [0, 1), got [True, 0.1]"),
     ("train.max_steps=true", "expected an integer of at least 1 or null, got True"),
-    ("train.deterministic=no", "train.deterministic: expected true or false, got 'no'"),
     ("data.vocab_size=4", "data.vocab_size: expected an integer above 4 and below 214"),
-    ('output="a\\0b"', r"output: expected a folder, got 'a\x00b'"),
     ("memory_budget=less", "memory_budget: expected a size such as 24GiB or null, got 'less'"),
     # What does not fit the rest of the recipe.
     ("recompute=ffn memory_budget=1GiB", "memory_budget: expected null with recompute"),
@@ -108,10 +102,7 @@ REFUSED = [
     *((f"data.phrases=null data.languages={names}", f"data.languages: expected {words}")
       for names, words in (
           ("[de]", "two or more names such as de or zh-CN or null, got ['de']"),
-          ("[de,de]", "each language once, got ['de', 'de']"),
-          ("[<de>,fr]", "two or more names such as de or zh-CN or null, got ['<de>', 'fr']"),
-          ("de,,fr", "two or more names such as de or zh-CN or null, got 'de,,fr'"))),
-    ("data.target_language=Chinese", "expected a language's code such as de or zh or null"),
+          ("[de,de]", "each language once, got ['de', 'de']"))),
     ("data.max_length=9999", "data.max_length: expected at most data.max_tokens=400"),
     ("data.dev_source=a", "data.dev_target: expected a file, as data.dev_source is one"),
     ("data.vocabulary=v data.whole_words=true", "whole_words: expected false with data.voc"),
@@ -119,15 +110,10 @@ REFUSED = [
     ("data.target_vocabulary=v", "data.target_vocabulary: expected null without data.vocabul"),
     ("data.target_vocab_size=60 model.share_embeddings=all", "expected decoder or none where"),
     # What the model's config refuses.
-    ("model.kind=[rnn]", "model.kind: expected one of transformer, depth_growing, fast_forw"),
-    ("model.size=huge", "model.size: expected one of null, base, big for the kind transformer"),
     ("model.dlcl.window=0", "model.dlcl: window must be an integer of at least 1, got 0"),
     ("model.languages={}", "model.languages: expected no value: the vocabulary decides it"),
     # Depth growing.
-    ("grow=3", "grow: expected keys and values or null, got 3"),
-    ("grow.optim=3", "grow.optim: expected keys and values, got 3"),
     ("grow.data.seed=3", "grow.data: unknown key, expected from, model, optim, train"),
-    ("grow.model.dim=32", "grow.model.dim: expected one of top_encoder_layers, "),
     ("grow.train.max_steps=null", "grow.train.max_steps: expected an end"),
     ("grow.model.top_dlcl.window=2", "grow.model.top_dlcl: expected no options without a side"),
     ("model.kind=depth_growing", "model.kind: expected transformer with a section"),
@@ -152,18 +138,14 @@ def test_text_is_asked_for_when_training_begins(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-BAD = "expected YAML, got an error"
+BAD = "expected YAML, got an error at line"
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("optim:\n  lr: 1\noptim:\n  warmup: 2\n", f'{BAD} at line 3: found duplicate key "optim"'),
-        ("output: 2026-99-99", f"{BAD}: month must be in 1..12"),
-        ("train: !!python/name:os.system x", f"{BAD} at line 1: could not determine a constructor"),
-        ("train: !!bool x", BAD),
-        (f"resume: {'9' * 5000}", f"{BAD}: Exceeds the limit (4300 digits) for integer string"),
-        ("model: \0\n", f"{BAD}: unacceptable character #x0000: special characters are not"),
+        ("optim:\n  lr: 1\noptim:\n  warmup: 2\n", f'{BAD} 3: found duplicate key "optim"'),
+        ("train: !!python/name:os.system x", f"{BAD} 1: could not determine a constructor"),
         ("# Mine.\n%YAML 1.1\n---\ndata: {languages: [no, sv]}", "expected YAML without direct"),
         ("just text", "expected keys and values, got 'just text'"),
     ],
@@ -176,23 +158,6 @@ def test_a_file_that_is_no_recipe_is_one_sentence(tmp_path, text, sentence):
     assert str(error.value).startswith(f"{path}: {sentence}")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250 + len(str(path))
-
-
-def test_aliases_serve(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("train: &t {max_steps: 9}\ngrow: {train: *t}\n")
-    recipe = load_recipe(path, ["data.phrases=de", "train.max_steps=7"])
-    assert (recipe.train.max_steps, recipe.grow["train"]["max_steps"]) == (7, 9)
-    path.write_text("model: &m {latent: *m}\n")
-    with pytest.raises(RecipeError, match=r"^model\.latent: expected no options .*\.\.\.}}}$"):
-        load_recipe(path)
-
-
-def test_an_unknown_recipe_names_the_nearest():
-    near, none = ", the nearest one is phrases-small", ": deepfast mt train --list names them"
-    for name, hint in (("phrasessmall", near), ("q", none)):
-        with pytest.raises(RecipeError, match=f"or the name of a shipped recipe{hint}$"):
-            load_recipe(name)
 
 
 @pytest.mark.parametrize("name", recipe_names())
