@@ -6,7 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import call, cdiv
+from .launch import INTERPRETED, call, cdiv
+
+BP, BN = (4, 64) if INTERPRETED else (256, 16)
+"""Parts and columns of a program at a time. The interpreter takes 20 ms for a program, and sums
+parts in turns also at the sizes of tests."""
 
 
 @triton.jit
@@ -87,7 +91,7 @@ def sum_partials(
     outs = (*outs, None, None, None)[:4]
     # One output needs no stride between outputs; a 0 keeps Triton from compiling for its value.
     s_i = partial.stride(1) if wanted > 1 else 0
-    BN, grid, more_sizes = 16, (cdiv(N, 16), R, wanted), (0, 0, 0)
+    grid, more_sizes = (cdiv(N, BN), R, wanted), (0, 0, 0)
     p_more = p_more_out = None
     more_strides = 0, 0, 0
     if more is not None:
@@ -97,5 +101,5 @@ def sum_partials(
     call(
         sum_partials_kernel, grid, partial, *outs, p_more, p_more_out, P, N, R, wanted, *more_sizes,
         partial.stride(0), s_i, s_out, *more_strides,
-        ADD=add, MORE_ADD=more is not None and more.add, BP=256, BN=BN, num_warps=4,
+        ADD=add, MORE_ADD=more is not None and more.add, BP=BP, BN=BN, num_warps=4,
     )  # fmt: skip

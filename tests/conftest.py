@@ -163,22 +163,6 @@ def _seeded(request):
         request.getfixturevalue("poison")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _fewer_programs():
-    """Triton's interpreter takes 20 ms for each program of `sum_partials`, however small: a quarter
-    of them, which sum in turns."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-        return
-    sums = importlib.import_module("deepfast.kernels.sums")
-    call = sums.call
-
-    def wider(kernel, programs, *args, BP, BN, **options):
-        most, *rest = programs
-        call(kernel, (sums.cdiv(most, 4), *rest), *args, BP=4, BN=4 * BN, **options)
-
-    sums.call = wider
-
-
 @pytest.fixture
 def threads():
     """``with threads(n): ...`` runs on n threads."""
