@@ -16,7 +16,7 @@ from bench.results import FOLDER, Result, path_of, read
 from deepfast.measure import pictures
 from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
 from deepfast.measure.pictures import BLUE, COLORS, GREEN, GREY
-from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW
+from deepfast.measure.stacks import ATTENTION, ATTENTION_PER_ROW
 from deepfast.memory import POLICIES
 from deepfast.memory.timeline import CONTEXT
 from deepfast.mt.sweep.table import differences, interval, known, spread

@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
     for card in page.headlines(report):
         print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"
-    print(f"{path} {after} {report['seconds']['total']:.0f} s")
+    print(f"{path} {after} {report['seconds']:.0f} s")
     return INTERRUPTED if report["interrupted"] else 0

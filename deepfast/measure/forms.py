@@ -188,6 +188,13 @@ class InStack(nn.Module):
         return x if return_x else None, n
 
 
+def perturb(module: nn.Module) -> None:
+    """Moves the parameters away from their first values, which are the same for all layers."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+
+
 # ---- the connection of a stack alone -------------------------------------------------------------
 
 

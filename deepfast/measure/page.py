@@ -7,9 +7,7 @@ from typing import Any
 
 from deepfast.files import require, write_atomically
 from deepfast.measure import report_pictures
-from deepfast.measure.forms import DENSEFORMER, STACK
-from deepfast.measure.steps import VARIANTS
-from deepfast.memory import POLICIES, format_bytes
+from deepfast.memory import format_bytes
 
 PAGE = "index.html"
 
@@ -33,38 +31,35 @@ def show(value: Any, form: str) -> str:
 
 # ---- the main results ----------------------------------------------------------------------------
 
-QUANTITIES = {"median_seconds": ("time", "seconds"), "peak_bytes": ("peak memory", "bytes")}
-PARTS = {
+CARDS = {
     "steps": "a step",
     "mixing": "the mixing of DLCL alone",
     "policies": "a step with recompute",
 }
-ONE = "", "DLCL"
-"""The connections that the main results are about."""
-RATIOS = (
-    *(("steps", v, "deepfast", "median_seconds") for v in VARIANTS if v != "deepfast"),
-    ("steps", STACK, "deepfast", "peak_bytes"),
-    *(("mixing", v, "deepfast", "median_seconds") for v in (STACK, DENSEFORMER)),
-    *(("policies", POLICIES[0], POLICIES[-1], field) for field in QUANTITIES),
-)
-"""The main results: chapter, two of its variants, and what is divided."""
+"""Chapter -> what its main results are of."""
 
 
 def headlines(report: dict) -> list[dict[str, str]]:
-    """The main results, each at the greatest depth where both variants were timed."""
+    """The main results: the time of each variant over that of the base, each at the greatest depth
+    where both were timed."""
     cards = []
-    for chapter, top, bottom, field in RATIOS:
-        name, unit = QUANTITIES[field]
-        rows = [row for row in report[chapter] if row["median_seconds"] and row["what"] in ONE]
-        known = {(row["depth"], row["variant"]): row[field] for row in rows}
-        depths = [d for d, variant in known if variant == top and (d, bottom) in known]
-        value, detail = "–", "not measured"
-        if depths:
-            pair = known[max(depths), top], known[max(depths), bottom]
-            value = f"{pair[0] / pair[1]:.3g}×"
-            detail = f"{show(pair[0], unit)} and {show(pair[1], unit)}, {max(depths)} layers"
-        label = f"{name} of {PARTS[chapter]}: {top} over {bottom}"
-        cards.append({"value": value, "label": label, "detail": detail})
+    for chapter, what in CARDS.items():
+        timed = [row for row in report[chapter] if row["relative"] and row["what"] in ("", "DLCL")]
+        bases = {row["depth"]: row for row in timed if row["variant"] == row["base"]}
+        deepest = {row["variant"]: row for row in timed if row["variant"] != row["base"]}
+        for row in deepest.values():
+            base = bases[row["depth"]]
+            each = (
+                f"{show(r['median_seconds'], 'seconds')} and {show(r['peak_bytes'], 'bytes')}"
+                for r in (row, base)
+            )
+            cards.append(
+                {
+                    "value": f"{row['relative']:.3g}×",
+                    "label": f"time of {what}: {row['variant']} over {row['base']}",
+                    "detail": f"{', over '.join(each)}, {row['depth']} layers",
+                }
+            )
     return cards
 
 

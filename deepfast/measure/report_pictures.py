@@ -81,10 +81,9 @@ def _losses(axes, report: dict) -> None:
     """Dev NLL over the steps of the trainings."""
     training = report["training"]
     if training["status"] == "measured":
-        curves = {RUNS[key]: run["curve"]["dev"] for key, run in training["runs"].items()}
-        points = {name: [dev[:2] for dev in curve] for name, curve in curves.items() if curve}
+        curves = {RUNS[key]: run["curve"] for key, run in training["runs"].items() if run["curve"]}
         line_at(axes, "token frequencies alone", training["unigram_nll"], right=True)
-        over_depth(axes, points, NAME_COLORS, across="optimizer steps")
+        over_depth(axes, curves, NAME_COLORS, across="optimizer steps")
 
 
 def _weights(axes, report: dict) -> None:
