@@ -111,11 +111,14 @@ class DenseFormerForm(DLCLForm):
         self.states = [_Append.apply(self.buffer, filled, self.count, z)]
 
 
-@cache
-def _compiled_loop() -> Callable:
-    # A variant for each row, twice where some steps have no gradient.
+def compiled(function: Callable) -> Callable:
+    """The function under `torch.compile`."""
+    # A variant for each row or depth, twice where some steps have no gradient.
     torch._dynamo.config.recompile_limit = 256
-    return torch.compile(loop_of_adds, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+_compiled_loop = cache(partial(compiled, loop_of_adds))
 
 
 FORMS: dict[str, Callable[[DLCL], Callable]] = {

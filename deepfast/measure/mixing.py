@@ -15,6 +15,7 @@ from deepfast.measure.forms import (
     LOOP,
     PER_ROW,
     STACK,
+    compiled,
     copying_layer,
     mixing_alone,
     perturb,
@@ -48,7 +49,7 @@ def mixing(settings: Settings) -> list[Turns]:
     for depth in settings.mixing_depths:
         rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=tokens)]
         for name, forms in CONNECTIONS.items():
-            compiled = [COMPILED] * (name == "DLCL" and depth <= settings.compile_up_to)
+            more = [COMPILED] * (name == "DLCL" and depth <= settings.compile_up_to)
             module = module_of(name, depth, 4)
             # Each layer reads its input and writes its output, in both directions. Without the
             # compiled ops nothing is counted.
@@ -66,7 +67,7 @@ def mixing(settings: Settings) -> list[Turns]:
                     predicted_bytes=stacked if form == STACK else None,
                 )
                 for end in ("", *[FORWARD] * settings.mixing_forward)
-                for form in (*forms, *compiled)
+                for form in (*forms, *more)
             ]  # fmt: skip
         make = partial(MixingCase, settings, depth, rows[0])
         rounds, clock = settings.rounds, settings.clock
@@ -112,6 +113,4 @@ class MixingCase:
     @cached_property
     def graph(self) -> Callable[[], Tensor]:
         """A whole DLCL stack with loops of adds under `torch.compile`."""
-        # A variant for each depth, with autograd and without.
-        torch._dynamo.config.recompile_limit = 256
-        return torch.compile(lambda: self.forward("DLCL", COMPILED), fullgraph=True, dynamic=False)
+        return compiled(lambda: self.forward("DLCL", COMPILED))

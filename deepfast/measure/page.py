@@ -29,43 +29,6 @@ def show(value: Any, form: str) -> str:
     return format_bytes(value) if form == "bytes" else form.format(value)
 
 
-# ---- the main results ----------------------------------------------------------------------------
-
-CARDS = {
-    "steps": "a step",
-    "mixing": "the mixing of DLCL alone",
-    "policies": "a step with recompute",
-}
-"""Chapter -> what its main results are of."""
-
-
-def headlines(report: dict) -> list[dict[str, str]]:
-    """The main results: the time of each variant over that of the base, each at the greatest depth
-    where both were timed."""
-    cards = []
-    for chapter, what in CARDS.items():
-        timed = [row for row in report[chapter] if row["relative"] and row["what"] in ("", "DLCL")]
-        bases = {row["depth"]: row for row in timed if row["variant"] == row["base"]}
-        deepest = {row["variant"]: row for row in timed if row["variant"] != row["base"]}
-        for row in deepest.values():
-            base = bases[row["depth"]]
-            each = (
-                f"{show(r['median_seconds'], 'seconds')} and {show(r['peak_bytes'], 'bytes')}"
-                for r in (row, base)
-            )
-            cards.append(
-                {
-                    "value": f"{row['relative']:.3g}×",
-                    "label": f"time of {what}: {row['variant']} over {row['base']}",
-                    "detail": f"{', over '.join(each)}, {row['depth']} layers",
-                }
-            )
-    return cards
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def render(report: dict) -> str:
     """The page as text."""
     jinja2 = require("jinja2", "the report")
@@ -75,7 +38,7 @@ def render(report: dict) -> str:
     environment.filters["show"] = show
     template = importlib.resources.files("deepfast.measure").joinpath("report.html")
     return environment.from_string(template.read_text("utf-8")).render(
-        report=report, pictures=report_pictures.draw(report), cards=headlines(report)
+        report=report, pictures=report_pictures.draw(report)
     )
 
 

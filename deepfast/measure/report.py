@@ -4,22 +4,16 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
 from deepfast.machine import environment
 from deepfast.measure.mixing import mixing
-from deepfast.measure.report_pictures import memory_curves
 from deepfast.measure.settings import Settings
 from deepfast.measure.stacks import policies, steps
 from deepfast.measure.training import Training
 from deepfast.measure.turns import measure
-from deepfast.memory import plan
 from deepfast.mt.training.errors import RecipeError, TrainingError
 
 FORMAT, VERSION = "deepfast report", 4
-PLANNED: dict[str, Any] = {"dim": 512, "tokens": 8192, "vocab_size": 32_000, "decoder_layers": 0}
-"""The model whose memory is predicted. The rest are `plan`'s defaults: bf16 autocast, Adam,
-dropout, CUDA."""
 
 
 def make_report(settings: Settings, command: str) -> dict:
@@ -49,7 +43,6 @@ def make_report(settings: Settings, command: str) -> dict:
     except (RecipeError, TrainingError, ImportError) as error:
         print(f"deepfast report: training failed: {error}", file=sys.stderr)
         training.chapter["status"] = f"failed: {error}"
-    sizes = plan(budget="1TiB", num_layers=1, **PLANNED).sizes
     report: dict = {
         "format": FORMAT,
         "version": VERSION,
@@ -61,7 +54,6 @@ def make_report(settings: Settings, command: str) -> dict:
             name: [row.as_dict() for turns in found for row in turns.rows]
             for name, found in chapters.items()
         },
-        "predicted": {"model": PLANNED, "curves": memory_curves(sizes)},
         "training": training.chapter,
         "seconds": time.perf_counter() - began,
     }

@@ -1,9 +1,7 @@
 """The training chapter: a deep DLCL model and the same model with plain residuals, trained for a
 fixed number of steps, and translations by the first."""
 
-import math
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -78,7 +76,6 @@ class Training:
         found = translate_lines(model, vocabulary, [s for s, _ in pairs], DecodingOptions())
         self.chapter |= {
             "status": "measured",
-            "unigram_nll": _token_frequencies_nll(folder, vocabulary),
             "weights": weights.tolist(),
             "bleu": result.test_bleu,
             "bleu_signature": result.bleu_signature,
@@ -87,17 +84,3 @@ class Training:
                 for (source, reference), translation in zip(pairs, found, strict=True)
             ],
         }
-
-
-def _token_frequencies_nll(folder: Path, vocabulary: Vocabulary) -> float:
-    """Dev NLL, nats per token, of a model that knows only the frequency of each target token."""
-
-    def tokens(part: str) -> list[int]:
-        lines = (folder / f"{part}.target").read_text("utf-8").splitlines()
-        return [token for line in lines for token in (*vocabulary.encode(line), vocabulary.eos_id)]
-
-    counts, dev = Counter(tokens("train")), tokens("dev")
-    total = counts.total() + len(vocabulary)
-    # Every count is one higher, so that a token missing from training is not impossible.
-    nll = -sum(math.log((counts[token] + 1) / total) for token in dev)
-    return nll / max(len(dev), 1)

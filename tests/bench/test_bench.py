@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -77,7 +78,7 @@ def test_the_runs_of_a_sweep(tmp_path):
     curve = rows[0]["curve"].split()
     assert len(curve) <= learned.POINTS
     assert curve[-1] == "21:6.9"
-    table = page.learned_table(rows, "multi30k-depth")
+    table = page.learned_table(SimpleNamespace(runs=rows), "multi30k-depth")
     assert "| pre-norm, 30 layers | 3.500 ± 0.707 |  | 30.0 ± 0.0 |  | 2 |" in table
     assert page.less(rows, [rows[0] | {"seed": s, "nll": 2.0} for s in (1, 2)], "nll", 1) == (
         "+1.5 ± 6.4"

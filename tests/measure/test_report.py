@@ -67,7 +67,6 @@ def test_every_picture_of_the_page(made):
         "mixing-time": (*CONNECTIONS, "Time, ms"),
         "mixing-memory": (*CONNECTIONS, "Peak memory, MiB"),
         "policies": (*POLICIES, "Peak memory of a step, MiB"),
-        "predicted": (*POLICIES, "200", "budget 24.0 GiB"),
     }.items():
         svg = drawn.pop(name)
         assert {*texts} <= {*re.findall(r"<text[^>]*>([^<]*)</text>", svg)}, name
@@ -102,14 +101,13 @@ def test_an_interrupted_report_keeps_what_was_measured(tiny, tmp_path, monkeypat
     stop_in(monkeypatch, Turns, len(VARIANTS) + 1)
     found = report.make_report(tiny, "deepfast report")
     assert [row["variant"] for row in found["steps"] if row["median_seconds"]] == [VARIANTS[0]]
-    assert page.headlines(found) == []
-    # The command writes its page. Only the prediction needs no measurement.
+    # The command writes its page.
     stop_in(monkeypatch, Turns, 0)
     assert main(["report", "--quick", "--output", str(tmp_path)]) == 130
     text = (tmp_path / "index.html").read_text("utf-8")
     assert "This report was interrupted." in text
     assert "Not measured: interrupted." in text
-    assert text.count("<svg") == 1
+    assert "<svg" not in text
     assert "index.html interrupted after" in capsys.readouterr().out
 
 
@@ -132,22 +130,10 @@ def test_the_whole_command_with_training(tmp_path):
     weights = training["weights"]
     assert len(weights) == len(weights[0]) == 7
     assert all(w == 0 for row, line in enumerate(weights) for w in line[row + 1 :])
-    # The NLL of token frequencies is between that of certainty and of equal probabilities.
-    assert 0 < training["unigram_nll"] < 6
     text = (tmp_path / "index.html").read_text("utf-8")
-    for part in ("token frequencies alone", "DLCL, pre-norm", "input of layer", "case:mixed"):
+    for part in ("DLCL, pre-norm", "input of layer", "case:mixed"):
         assert part in text
 
 
-def test_a_main_result_is_of_the_greatest_depth_where_both_ran():
-    def row(depth, variant, time, relative):
-        return {"what": "", "depth": depth, "variant": variant, "base": "deepfast",
-                "median_seconds": time, "relative": relative, "peak_bytes": 1024}  # fmt: skip
-
-    rows = [row(6, STACK, 4.0, 2.0), row(6, "deepfast", 2.0, 1.0), row(9, "deepfast", 3.0, 1.0),
-            row(9, STACK, None, None)]  # fmt: skip
-    (card,) = page.headlines({"steps": rows, "mixing": [], "policies": []})
-    assert card["value"] == "2×"
-    assert card["label"] == "time of a step: stack and sum over deepfast"
-    assert card["detail"] == "4.00 s and 1.00 KiB, over 2.00 s and 1.00 KiB, 6 layers"
+def test_times_have_three_digits():
     assert [page.show(v, "seconds") for v in (None, 0.00123, 41.23)] == ["–", "1.23 ms", "41.2 s"]
