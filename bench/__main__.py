@@ -24,71 +24,62 @@ from bench import learned, page
 from bench.results import FOLDER, Result, path_of, read, result, write
 from deepfast.measure.bench_ops import CASES, Sizes
 from deepfast.measure.bench_ops import measure as measure_op
-from deepfast.measure.clock import COPY, keep_memory, ratios
-from deepfast.measure.forms import COMPILED, PER_ROW, RESIDUAL, STACK
-from deepfast.measure.jobs import Turns, run_jobs
-from deepfast.measure.memory_steps import PLAIN_FORMS, policies
+from deepfast.measure.forms import PER_ROW, RESIDUAL, STACK
 from deepfast.measure.mixing import mixing
-from deepfast.measure.settings import QUICK, Settings
-from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, steps
-from deepfast.memory import POLICIES, plan
+from deepfast.measure.settings import QUICK, Settings, Size
+from deepfast.measure.stacks import ATTENTION, ATTENTION_PER_ROW, PLAIN_FORMS, policies, steps
+from deepfast.measure.turns import COPY, GIB, Turns, keep_memory, measure
+from deepfast.memory import plan
 
-GIB, COMMAND = 1 << 30, "python -m bench "
+COMMAND = "python -m bench "
 FULL = Settings(
-    depths=(6, 12, 24, 48), batch=32, compile_up_to=24, rounds=5, cpu_time=True,
-    mixing_depths=(6, 12, 24, 48), mixing_tokens=1024, mixing_dim=256, mixing_forward=True,
+    depths=(6, 12, 24, 48), step=Size(32, 32, 256), compile_up_to=24, rounds=5, cpu_time=True,
+    mixing_depths=(6, 12, 24, 48), mixing=(1024, 256), mixing_forward=True,
 )  # fmt: skip
 TOY = replace(
-    QUICK, depths=(2, 3), compile_up_to=2, batch=2, rounds=1, cpu_time=True, mixing_forward=True,
+    QUICK, depths=(2, 3), compile_up_to=2, step=Size(2, 8, 32), rounds=1, cpu_time=True,
+    mixing_forward=True,
 )  # fmt: skip
-VARIANTS = (RESIDUAL, "deepfast", ATTENTION, PER_ROW, ATTENTION_PER_ROW, STACK, COMPILED)
+VARIANTS = (RESIDUAL, "deepfast", ATTENTION, PER_ROW, ATTENTION_PER_ROW, STACK)
 MANY_LAYERS = 100
 """Layers where recompute policies are measured."""
 
 
-def compared(
-    section: str, groups: list[Turns], base: str, sizes: str, peak: str = "GiB"
-) -> Iterator[Result]:
-    """The time of each row over that of the variant ``base`` of the same case, its peak, in GiB or
-    over that of the base, and the share of a copy's bandwidth where its bytes are known."""
-    run_jobs([job for group in groups for job in group.jobs()], {})
-    rows = [row for group in groups for row in group.rows]
-    for row in rows:
-        if row.what == COPY:
-            continue
-        case = [r for r in rows if (r.what, r.depth) == (row.what, row.depth)]
-        beside = next((r for r in case if r.variant == base), row)
-        copy = next((r for r in rows if (r.what, r.depth) == (COPY, row.depth)), None)
-        name = sizes, COMMAND + section, row.what, row.variant, row.depth
-        if row.seconds and beside.seconds and row is not beside:
-            yield result(ratios(row.seconds, beside.seconds), "x", *name)
-        if row.peak_bytes and peak == "GiB":
-            yield result([row.peak_bytes / GIB], peak, *name)
-        elif row.peak_bytes and beside.peak_bytes and row is not beside:
-            yield result([row.peak_bytes / beside.peak_bytes], peak, *name)
-        if copy is not None and row.nbytes and copy.nbytes and row.seconds:
-            share = [r * row.nbytes / copy.nbytes for r in ratios(copy.seconds, row.seconds)]
-            yield result(share, page.OF_A_COPY, *name)
+def compared(section: str, groups: list[Turns], sizes: str, peak: str = "GiB") -> Iterator[Result]:
+    """The time of each row over that of its base, its peak, in GiB or over that of the base, and
+    the share of a copy's bandwidth where its bytes are known."""
+    measure(groups)
+    for row in (row for group in groups for row in group.rows if row.what != COPY):
+        base, own = row.base, row.peak_bytes or 0
+        numbers = {"GiB": [own / GIB] * (own > 0), page.OF_A_COPY: row.of_copy}
+        if base is not None and base is not row:
+            numbers["x"] = row.relative
+            numbers["peak"] = [own / base.peak_bytes] if own and base.peak_bytes else []
+        for unit in ("x", peak, page.OF_A_COPY):
+            if numbers.get(unit):
+                case = sizes, COMMAND + section, row.what, row.variant, row.depth
+                yield result(numbers[unit], unit, *case)
 
 
 def depth(settings: Settings) -> Iterator[Result]:
     """A step over depth."""
-    sizes = f"{settings.tokens} tokens, D={settings.dim}, fp32"
-    return compared("depth", steps(settings, VARIANTS), RESIDUAL, sizes)
+    sizes = f"{settings.step.tokens} tokens, D={settings.step.dim}, fp32"
+    return compared("depth", steps(settings, RESIDUAL, VARIANTS), sizes)
 
 
 def mixed(settings: Settings) -> Iterator[Result]:
     """The connection alone."""
-    sizes = f"{settings.mixing_tokens} tokens, D={settings.mixing_dim}, fp32"
-    return compared("mixing", mixing(settings), "deepfast", sizes)
+    sizes = "{} tokens, D={}, fp32".format(*settings.mixing)
+    return compared("mixing", mixing(settings), sizes)
 
 
 def memory(settings: Settings) -> Iterator[Result]:
     """Recompute policies, and the deepest model that the planner fits into 24 GiB."""
     layers = MANY_LAYERS if settings.rounds > 1 else settings.depths[-1]
     settings = replace(settings, depths=(layers,), policy_depth=layers)
-    sizes = f"{settings.memory_tokens} tokens, D={settings.memory_dim}, fp32, {layers} layers"
-    yield from compared("memory", policies(settings, PLAIN_FORMS), POLICIES[0], sizes)
+    size = settings.memory
+    sizes = f"{size.tokens} tokens, D={size.dim}, fp32, {layers} layers"
+    yield from compared("memory", policies(settings, PLAIN_FORMS), sizes)
     deepest = plan(budget="24GiB", dim=512, tokens=8192).sizes.num_layers
     sizes = "D=512, 8,192 tokens, Adam, a decoder of 6 layers"
     yield result([deepest], "layers", sizes, COMMAND + "memory", "planned in 24 GiB", "")
@@ -129,11 +120,12 @@ def models(settings: Settings) -> Iterator[Result]:
 
     names = tuple(other.MODELS) if settings.rounds > 1 else ("torch's encoder", "GPT-2")
     depths = ((6, 6), (30, 6), (12, 1)) if settings.rounds > 1 else ((1, 1),)
-    fewer = replace(settings, batch=settings.batch // 4 or 1)
-    sizes = f"{fewer.batch * other.LENGTH} tokens, D={other.DIM}, fp32"
-    yield from compared("models", other.models(fewer, names), "plain", sizes, "peak")
-    sizes = f"{settings.batch} sentences of {other.TOKENS} tokens, D={other.DIM}, beam {other.BEAM}"
-    yield from compared("models", other.beam(settings, depths), "deepfast", sizes)
+    sentences = settings.step.batch
+    few = sentences // 4 or 1
+    sizes = f"{few * other.LENGTH} tokens, D={other.DIM}, fp32"
+    yield from compared("models", other.models(settings, few, names), sizes, "peak")
+    sizes = f"{sentences} sentences of {other.TOKENS} tokens, D={other.DIM}, beam {other.BEAM}"
+    yield from compared("models", other.beam(settings, depths), sizes)
 
 
 SECTIONS: dict[str, Callable[[Settings], Iterable[Result]]] = {
@@ -141,7 +133,7 @@ SECTIONS: dict[str, Callable[[Settings], Iterable[Result]]] = {
 }  # fmt: skip
 
 
-def measure(names: Iterable[str], settings: Settings, path: Path) -> None:
+def write_sections(names: Iterable[str], settings: Settings, path: Path) -> None:
     """Measures sections; each takes the place of its rows in the file when it ends."""
     # Other work disturbs one thread less than two.
     torch.set_num_threads(1)
@@ -178,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="deepfast-bench-")) if args.quick else FOLDER
     path = path_of(folder, args.processor)
     sections = [name for name in SECTIONS if {name, "all"} & {*args.tasks}]
-    measure(sections, TOY if args.quick else FULL, path)
+    write_sections(sections, TOY if args.quick else FULL, path)
     page.draw(folder, folder if args.quick else None)
     print(f"{folder}")
     return 0

@@ -11,9 +11,8 @@ from torch import nn
 
 import deepfast
 from deepfast.attach.passes import CONNECT_POLICIES
-from deepfast.measure.clock import Row
-from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
+from deepfast.measure.turns import Row, Turns
 from deepfast.mt.models import Transformer, TransformerConfig
 from deepfast.mt.search import DecodingOptions, beam_search
 
@@ -93,14 +92,14 @@ class ModelCase:
         model.zero_grad(set_to_none=True)
 
 
-def models(settings: Settings, names: Iterable[str] = tuple(MODELS)) -> list[Turns]:
+def models(settings: Settings, batch: int, names: Iterable[str]) -> list[Turns]:
     """Every model with attention residuals; torch's encoder also with DLCL under each policy."""
     found = []
     for name in names:
         variants = CONNECTED | (DLCL_FORMS if name == "torch's encoder" else {})
         rows = [Row(variant=variant, what=name, depth=LAYERS) for variant in variants]
-        make = partial(ModelCase, name, settings.batch, variants)
-        found.append(Turns("models", rows, make, settings.rounds, settings.clock))
+        make = partial(ModelCase, name, batch, variants)
+        found.append(Turns("models", rows, make, settings.rounds, settings.clock, "plain"))
     return found
 
 
@@ -160,13 +159,14 @@ class BeamCase:
         return found[:, 1:].numel()
 
 
-def beam(settings: Settings, depths=((6, 6), (30, 6), (12, 1))) -> list[Turns]:
+def beam(settings: Settings, depths: Iterable[tuple[int, int]]) -> list[Turns]:
     found = []
     for encoder, decoder in depths:
         rows = [
             Row(variant=v, what=f"beam search, {encoder} + {decoder} layers", counted=False)
             for v in ("transformers", "deepfast")
         ]
-        make = partial(BeamCase, encoder, decoder, settings.batch)
-        found.append(Turns("beam search", rows, make, settings.rounds, settings.clock))
+        make = partial(BeamCase, encoder, decoder, settings.step.batch)
+        rounds, clock = settings.rounds, settings.clock
+        found.append(Turns("beam search", rows, make, rounds, clock, "deepfast"))
     return found

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from deepfast.cases.case import torch_dropout, tuple_of
-from deepfast.measure.bench_ops import CASES, Sizes
+from deepfast.cases.case import torch_dropout
+from deepfast.measure.bench_ops import CASES, Sizes, pass_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -15,15 +15,7 @@ from deepfast.measure.bench_ops import CASES, Sizes
 def test_op(benchmark, op, dtype, who):
     case = CASES[op](Sizes(tokens=2048, dtype=dtype))
     form = case.run if who == "deepfast" else partial(case.plain, torch_dropout)
-    leaves = case.of_one_dtype(dtype)
-
-    # torch.autograd.grad, not backward: inside a model an operand is no leaf and no gradient is
-    # accumulated.
-    def step():
-        outputs = [x for x in tuple_of(form(**leaves)) if x.grad_fn is not None]
-        torch.autograd.grad(outputs, list(leaves.values()), list(map(torch.ones_like, outputs)))
-
-    benchmark.pedantic(step, rounds=9, warmup_rounds=1)
+    benchmark.pedantic(pass_of(form, case.of_one_dtype(dtype), True), rounds=9, warmup_rounds=1)
     nbytes = sum(moved.nbytes(dtype) for moved in case.moved)
     if nbytes and benchmark.enabled:
         gb_per_second = round(nbytes / benchmark.stats.stats.median / 1e9, 2)

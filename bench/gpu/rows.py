@@ -1,10 +1,11 @@
 """The rows of a GPU, a file of JSON lines, and how one is measured."""
 
+import contextlib
 import faulthandler
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +21,13 @@ COPY = ("a copy of 2 GiB", "torch")
 Item = tuple[str, str, Callable[[], dict]]
 """What is measured, in which form, and a function that returns the fields of the row. The first
 form is what the table divides the others by."""
+
+
+def stored(path: Path) -> Iterator[dict]:
+    """The rows of a file, without what a process that was killed has left of a line."""
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 class Rows:
@@ -45,15 +53,8 @@ class Rows:
 
     def read(self) -> dict[tuple[str, ...], dict]:
         """The rows of these kernel sources, by key."""
-        found = {}
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if row["sources"] == digest():
-                found[tuple(row["key"])] = row
-        return found
+        rows = stored(self.path) if self.path.exists() else ()
+        return {tuple(row["key"]): row for row in rows if row["sources"] == digest()}
 
     def lacks(self, *key: str) -> bool:
         """Whether this row has to be measured."""

@@ -184,5 +184,5 @@ def connections(rows: Rows) -> Iterator[Item]:
             yield what, name, partial(measure, plain[name], kind(layers, D).to(BF16))
         for name, by in ours(rows, kind.pass_kind.op).items():
             module = kind(layers, D, backend=by)
-            states = engine_moved(module.pattern, module.continues, device_type=rows.device)
+            states = engine_moved(kind(layers, 4), device_type=rows.device)
             yield what, name, partial(measure, forms.deepfast, module, states * y.nbytes)

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from deepfast.machine import cpu_model
     from deepfast.measure import bench_ops
     from deepfast.measure.bench_ops import CASES, Sizes
-    from deepfast.measure.clock import keep_memory
     from deepfast.measure.console import progress
+    from deepfast.measure.turns import keep_memory
 
     for op in args.ops:
         if op not in CASES:

@@ -43,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.output / page.PAGE)
     report = make_report(settings, command)
     path = page.write(report, args.output)
-    for card in page.headlines(report):
-        print(f"{card['value']:>7}  {card['label']} ({card['detail']})")
     after = "interrupted after" if report["interrupted"] else "after"
-    print(f"{path} {after} {report['seconds']['total']:.0f} s")
+    print(f"{path} {after} {report['seconds']:.0f} s")
     return INTERRUPTED if report["interrupted"] else 0

@@ -16,8 +16,8 @@ from deepfast import backend
 from deepfast.cases import ops, sentences
 from deepfast.cases.case import Case, Rows, torch_dropout, tuple_of
 from deepfast.clock import clock_of, take_turns
-from deepfast.measure.clock import COPY, copy_variant, ratios
 from deepfast.measure.forms import COMPILED
+from deepfast.measure.turns import COPY, copy_variant, ratios
 
 PASSES = ("forward", "forward and backward")
 

@@ -44,27 +44,21 @@ def loop_of_adds(states: States, weights: Tensor | Sequence[Tensor]) -> Tensor:
 # ---- DLCL ----------------------------------------------------------------------------------------
 
 
-class DLCLForm:
+def dlcl_form(mix: Callable[[States, Tensor], Tensor], dlcl: DLCL) -> Callable[[Tensor], Tensor]:
     """A form of DLCL.
 
     mix: from the states z_k = LN_k(y_k) and their weights (K,) to their sum.
     """
+    states: States = []
 
-    def __init__(self, mix: Callable[[States, Tensor], Tensor], dlcl: DLCL):
-        self.mix, self.dlcl = mix, dlcl
-        self.states: States = []
-        self.count = 0
-
-    def __call__(self, y: Tensor) -> Tensor:
-        k, m = self.count, self.dlcl
+    def connect(y: Tensor) -> Tensor:
+        k = len(states)
         # The embedding, which is the first, has no layer-norm.
-        self.push(F.layer_norm(y, (m.dim,), m.norm_weight[k], m.norm_bias[k], m.eps) if k else y)
-        weight = m.weight[k, : k + 1]
-        self.count += 1
-        return self.mix(self.states, weight.to(self.states[-1].dtype))
+        norm = dlcl.norm_weight[k], dlcl.norm_bias[k], dlcl.eps
+        states.append(F.layer_norm(y, (dlcl.dim,), *norm) if k else y)
+        return mix(states, dlcl.weight[k, : k + 1].to(states[-1].dtype))
 
-    def push(self, z: Tensor) -> None:
-        self.states.append(z)
+    return connect
 
 
 def stack_and_sum(states: States, weight: Tensor) -> Tensor:
@@ -94,37 +88,41 @@ class _Append(torch.autograd.Function):
         return None, older, None, grad[ctx.index]
 
 
-class DenseFormerForm(DLCLForm):
+def denseformer_form(dlcl: DLCL) -> Callable[[Tensor], Tensor]:
     """One buffer and a tensordot per layer: linear memory, as in DenseFormer's module.
 
     Pagliardini et al., DenseFormer, NeurIPS 2024.
     """
+    buffers: States = []
 
-    def __init__(self, dlcl: DLCL):
-        super().__init__(lambda states, weight: torch.tensordot(weight, states[0], dims=1), dlcl)
-        self.buffer: Tensor | None = None
+    def mix(states: States, weight: Tensor) -> Tensor:
+        *older, z = states
+        if not older:
+            buffers.append(z.new_empty(dlcl.weight.shape[0], *z.shape))
+        # In the place of a state is the part of the buffer that ends with it.
+        states[-1] = _Append.apply(*buffers, older[-1] if older else None, len(older), z)
+        return torch.tensordot(weight, states[-1], dims=1)
 
-    def push(self, z: Tensor) -> None:
-        if self.buffer is None:
-            self.buffer = z.new_empty(self.dlcl.weight.shape[0], *z.shape)
-        filled = self.states[0] if self.states else None
-        self.states = [_Append.apply(self.buffer, filled, self.count, z)]
+    return dlcl_form(mix, dlcl)
 
 
-@cache
-def _compiled_loop() -> Callable:
-    # A variant for each row, twice where some steps have no gradient.
+def compiled(function: Callable) -> Callable:
+    """The function under `torch.compile`."""
+    # A variant for each row or depth, twice where some steps have no gradient.
     torch._dynamo.config.recompile_limit = 256
-    return torch.compile(loop_of_adds, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+_compiled_loop = cache(partial(compiled, loop_of_adds))
 
 
 FORMS: dict[str, Callable[[DLCL], Callable]] = {
-    STACK: partial(DLCLForm, stack_and_sum),
-    DENSEFORMER: DenseFormerForm,
-    LOOP: partial(DLCLForm, loop_of_adds),
+    STACK: partial(dlcl_form, stack_and_sum),
+    DENSEFORMER: denseformer_form,
+    LOOP: partial(dlcl_form, loop_of_adds),
     # One fused pass per layer over all layers below it: fewest launches, quadratic reads.
-    PER_ROW: partial(DLCLForm, ops.depth_mix),
-    COMPILED: lambda dlcl: DLCLForm(_compiled_loop(), dlcl),
+    PER_ROW: partial(dlcl_form, ops.depth_mix),
+    COMPILED: lambda dlcl: dlcl_form(_compiled_loop(), dlcl),
     "deepfast": deepfast,
 }
 """The forms of DLCL."""
@@ -186,6 +184,13 @@ class InStack(nn.Module):
         x = history.owner(v if residual is None else v + residual)
         n = F.layer_norm(x, x.shape[-1:], out_norm.weight, out_norm.bias, out_norm.eps)
         return x if return_x else None, n
+
+
+def perturb(module: nn.Module) -> None:
+    """Moves the parameters away from their first values, which are the same for all layers."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
 
 
 # ---- the connection of a stack alone -------------------------------------------------------------

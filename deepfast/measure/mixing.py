@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from deepfast.connections import BLOCKS
-from deepfast.measure.clock import COPY, Row, copy_variant
 from deepfast.measure.forms import (
     ATTENTION_FORMS,
     COMPILED,
@@ -16,17 +15,17 @@ from deepfast.measure.forms import (
     LOOP,
     PER_ROW,
     STACK,
+    compiled,
     copying_layer,
     mixing_alone,
+    perturb,
 )
-from deepfast.measure.jobs import Turns
 from deepfast.measure.settings import Settings
 from deepfast.measure.traffic import engine_moved
+from deepfast.measure.turns import COPY, Row, Turns, copy_variant
 from deepfast.nn import DLCL, AttentionResiduals
 
 FORWARD = ", forward alone"
-
-
 BLOCKED = "attention residuals in blocks"
 CONNECTIONS: dict[str, dict[str, Callable]] = {
     "DLCL": {form: FORMS[form] for form in (STACK, DENSEFORMER, PER_ROW, "deepfast")},
@@ -45,34 +44,35 @@ def module_of(name: str, layers: int, dim: int) -> DLCL | AttentionResiduals:
 def mixing(settings: Settings) -> list[Turns]:
     """Every form of every connection at every depth, and a plain copy. DLCL is also measured as
     one compiled graph, up to ``settings.compile_up_to`` layers."""
-    found = []
-    passes = ("", FORWARD) if settings.mixing_forward else ("",)
+    (tokens, dim), found = settings.mixing, []
+    state = 4 * tokens * dim
     for depth in settings.mixing_depths:
-        rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=settings.mixing_tokens)]
+        rows = [Row(variant=COPY, what=COPY, depth=depth, tokens=tokens)]
         for name, forms in CONNECTIONS.items():
-            names = list(forms)
-            if name == "DLCL" and depth <= settings.compile_up_to:
-                names.append(COMPILED)
-            rows += [_row(settings, depth, name, end, form) for end in passes for form in names]
+            more = [COMPILED] * (name == "DLCL" and depth <= settings.compile_up_to)
+            module = module_of(name, depth, 4)
+            # Each layer reads its input and writes its output, in both directions. Without the
+            # compiled ops nothing is counted.
+            moved = engine_moved(module)
+            nbytes = state * (moved + 4 * depth) if moved else None
+            # Every stack, of attention two copies, and the states, gradients and products of the
+            # last rows.
+            stacks = 1 if name == "DLCL" else 2
+            stacked = state * stacks * (sum(map(len, module.pattern)) + 5 * module.rows)
+            rows += [
+                Row(
+                    variant=form, what=name + end, depth=depth, tokens=tokens,
+                    counted=form != COMPILED,
+                    nbytes=nbytes if form == "deepfast" and not end else None,
+                    predicted_bytes=stacked if form == STACK else None,
+                )
+                for end in ("", *[FORWARD] * settings.mixing_forward)
+                for form in (*forms, *more)
+            ]  # fmt: skip
         make = partial(MixingCase, settings, depth, rows[0])
-        found.append(Turns("mixing alone", rows, make, settings.rounds, settings.clock))
+        rounds, clock = settings.rounds, settings.clock
+        found.append(Turns("mixing alone", rows, make, rounds, clock, "deepfast"))
     return found
-
-
-def _row(settings: Settings, depth: int, name: str, end: str, form: str) -> Row:
-    state = 4 * settings.mixing_tokens * settings.mixing_dim
-    row = Row(variant=form, what=name + end, depth=depth, tokens=settings.mixing_tokens,
-              counted=form != COMPILED)  # fmt: skip
-    module = module_of(name, depth, settings.mixing_dim)
-    if form == "deepfast" and not end:
-        # Each layer reads its input and writes its output, in both directions.
-        row.nbytes = state * (engine_moved(module.pattern, module.continues) + 4 * depth)
-    if form == STACK:
-        # Every stack, of attention two copies, and the states, gradients and products of the last
-        # rows.
-        stacks = 1 if name == "DLCL" else 2
-        row.predicted_bytes = state * stacks * (sum(map(len, module.pattern)) + 5 * module.rows)
-    return row
 
 
 class MixingCase:
@@ -80,15 +80,12 @@ class MixingCase:
 
     def __init__(self, settings: Settings, depth: int, copy_row: Row):
         torch.manual_seed(1)
-        size = settings.mixing_tokens, settings.mixing_dim
-        self.modules = {name: module_of(name, depth, size[1]) for name in CONNECTIONS}
+        self.modules = {name: module_of(name, depth, settings.mixing[1]) for name in CONNECTIONS}
         # Away from 0, where every weight of a row is the same for all tokens.
-        with torch.no_grad():
-            for module in self.modules.values():
-                for name, parameter in module.named_parameters():
-                    if name.startswith("query"):
-                        parameter.normal_(std=0.1 * parameter.shape[-1] ** -0.5)
-        self.y, self.grad = torch.randn(size, requires_grad=True), torch.randn(size)
+        for module in self.modules.values():
+            perturb(module)
+        self.y = torch.randn(settings.mixing, requires_grad=True)
+        self.grad = torch.randn(settings.mixing)
         self.copy, copy_row.nbytes = copy_variant()
 
     def run(self, row: Row) -> None:
@@ -116,6 +113,4 @@ class MixingCase:
     @cached_property
     def graph(self) -> Callable[[], Tensor]:
         """A whole DLCL stack with loops of adds under `torch.compile`."""
-        # A variant for each depth, with autograd and without.
-        torch._dynamo.config.recompile_limit = 256
-        return torch.compile(lambda: self.forward("DLCL", COMPILED), fullgraph=True, dynamic=False)
+        return compiled(lambda: self.forward("DLCL", COMPILED))

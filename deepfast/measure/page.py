@@ -7,9 +7,7 @@ from typing import Any
 
 from deepfast.files import require, write_atomically
 from deepfast.measure import report_pictures
-from deepfast.measure.forms import DENSEFORMER, STACK
-from deepfast.measure.steps import VARIANTS
-from deepfast.memory import POLICIES, format_bytes
+from deepfast.memory import format_bytes
 
 PAGE = "index.html"
 
@@ -31,46 +29,6 @@ def show(value: Any, form: str) -> str:
     return format_bytes(value) if form == "bytes" else form.format(value)
 
 
-# ---- the main results ----------------------------------------------------------------------------
-
-QUANTITIES = {"median_seconds": ("time", "seconds"), "peak_bytes": ("peak memory", "bytes")}
-PARTS = {
-    "steps": "a step",
-    "mixing": "the mixing of DLCL alone",
-    "policies": "a step with recompute",
-}
-ONE = "", "DLCL"
-"""The connections that the main results are about."""
-RATIOS = (
-    *(("steps", v, "deepfast", "median_seconds") for v in VARIANTS if v != "deepfast"),
-    ("steps", STACK, "deepfast", "peak_bytes"),
-    *(("mixing", v, "deepfast", "median_seconds") for v in (STACK, DENSEFORMER)),
-    *(("policies", POLICIES[0], POLICIES[-1], field) for field in QUANTITIES),
-)
-"""The main results: chapter, two of its variants, and what is divided."""
-
-
-def headlines(report: dict) -> list[dict[str, str]]:
-    """The main results, each at the greatest depth where both variants were timed."""
-    cards = []
-    for chapter, top, bottom, field in RATIOS:
-        name, unit = QUANTITIES[field]
-        rows = [row for row in report[chapter] if row["median_seconds"] and row["what"] in ONE]
-        known = {(row["depth"], row["variant"]): row[field] for row in rows}
-        depths = [d for d, variant in known if variant == top and (d, bottom) in known]
-        value, detail = "–", "not measured"
-        if depths:
-            pair = known[max(depths), top], known[max(depths), bottom]
-            value = f"{pair[0] / pair[1]:.3g}×"
-            detail = f"{show(pair[0], unit)} and {show(pair[1], unit)}, {max(depths)} layers"
-        label = f"{name} of {PARTS[chapter]}: {top} over {bottom}"
-        cards.append({"value": value, "label": label, "detail": detail})
-    return cards
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def render(report: dict) -> str:
     """The page as text."""
     jinja2 = require("jinja2", "the report")
@@ -80,7 +38,7 @@ def render(report: dict) -> str:
     environment.filters["show"] = show
     template = importlib.resources.files("deepfast.measure").joinpath("report.html")
     return environment.from_string(template.read_text("utf-8")).render(
-        report=report, pictures=report_pictures.draw(report), cards=headlines(report)
+        report=report, pictures=report_pictures.draw(report)
     )
 
 

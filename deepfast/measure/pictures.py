@@ -162,12 +162,12 @@ def dots(figure, panels: Mapping[str, Mapping[str, Sequence[float]]], at: float 
     grid[0].set_ylim(len(lines) - 0.4, -0.6)
 
 
-def line_at(axes, name: str, value: float, *, right: bool = False) -> None:
-    """A dotted horizontal line with a name at its left or right end."""
+def line_at(axes, name: str, value: float) -> None:
+    """A dotted horizontal line with a name at its left end."""
     axes.axhline(value, color=INK, linestyle=":", linewidth=1)
     axes.annotate(
-        name, (0.99 if right else 0.01, value), (0, 3), xycoords=("axes fraction", "data"),
-        textcoords="offset points", ha="right" if right else "left", color=INK, fontsize=8.5,
+        name, (0.01, value), (0, 3), xycoords=("axes fraction", "data"),
+        textcoords="offset points", color=INK, fontsize=8.5,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The pictures of the report's page, and of a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from deepfast.policies import POLICIES, policies_of
 MIB, GIB = 1 << 20, 1 << 30
 DEPTHS = (6, 12, 20, 30, 60, 100, 200)
 """Layers of the predicted memory."""
-BUDGETS = (8 * GIB, 24 * GIB)
-"""Memory of devices, in the picture of the predicted memory."""
 RUNS = {"dlcl": "DLCL, pre-norm", "twin": "residual, post-norm"}
 """Key of a training -> its name."""
 NAME_COLORS = {
@@ -72,19 +70,12 @@ def _chapter(name: str, field: str, unit: float) -> Callable[[Any, dict], None]:
     return fill
 
 
-def _predicted(axes, report: dict) -> None:
-    """Of `memory_curves`, with the memory of devices."""
-    _memory(axes, report["predicted"]["curves"], BUDGETS)
-
-
 def _losses(axes, report: dict) -> None:
     """Dev NLL over the steps of the trainings."""
     training = report["training"]
     if training["status"] == "measured":
-        curves = {RUNS[key]: run["curve"]["dev"] for key, run in training["runs"].items()}
-        points = {name: [dev[:2] for dev in curve] for name, curve in curves.items() if curve}
-        line_at(axes, "token frequencies alone", training["unigram_nll"], right=True)
-        over_depth(axes, points, NAME_COLORS, across="optimizer steps")
+        curves = {RUNS[key]: run["curve"] for key, run in training["runs"].items() if run["curve"]}
+        over_depth(axes, curves, NAME_COLORS, across="optimizer steps")
 
 
 def _weights(axes, report: dict) -> None:
@@ -102,7 +93,6 @@ PICTURES = {
     "mixing-time": ("Time, ms", _chapter("mixing", "median_seconds", 1e3)),
     "mixing-memory": ("Peak memory, MiB", _chapter("mixing", "peak_bytes", 1 / MIB)),
     "policies": ("Peak memory of a step, MiB", _chapter("policies", "peak_bytes", 1 / MIB)),
-    "predicted": ("Predicted peak of a step, GiB", _predicted),
     "losses": ("Dev NLL, nats per target token", _losses),
     "weights": ("Learned depth weights", _weights),
 }
@@ -123,17 +113,12 @@ def memory_curves(sizes: Sizes) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def _memory(axes, curves: dict, budgets: Sequence[float]) -> None:
-    """Predicted memory over depth, with a line at every budget."""
-    for budget in budgets:
-        line_at(axes, f"budget {format_bytes(budget)}", budget / GIB)
-    over_depth(axes, curves, NAME_COLORS, log=True)
-
-
 def draw_plan(plan: Plan, path: Path) -> None:
     """Writes the memory of the plan's model over depth, with a line at the budget, as SVG or PNG,
     by the file's ending."""
     sizes = plan.sizes
-    title = f"{PICTURES['predicted'][0]}: {sizes.dim} wide, {sizes.tokens:,} tokens"
+    title = f"Predicted peak of a step, GiB: {sizes.dim} wide, {sizes.tokens:,} tokens"
     with picture(path) as figure:
-        _memory(figure.add_subplot(title=title), memory_curves(sizes), [plan.budget])
+        axes = figure.add_subplot(title=title)
+        line_at(axes, f"budget {format_bytes(plan.budget)}", plan.budget / GIB)
+        over_depth(axes, memory_curves(sizes), NAME_COLORS, log=True)

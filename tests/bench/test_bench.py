@@ -1,80 +1,17 @@
-"""`python -m bench`: all forms compute the same, files keep their rows, pages get their numbers."""
+"""`python -m bench`: files keep their rows, and pages get their numbers."""
 
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
 from bench import __main__ as bench
 from bench import learned, page
 from bench.results import path_of, read, result, write
-from deepfast.measure.clock import Row
-from deepfast.measure.forms import COMPILED, PER_ROW, STACK
-from deepfast.measure.memory_steps import PLAIN_FORMS, PolicyCase
-from deepfast.measure.mixing import CONNECTIONS, MixingCase
-from deepfast.measure.steps import ATTENTION, ATTENTION_PER_ROW, StepCase
-from deepfast.memory import POLICIES
-
-# ---- the engine ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("form", "ours"),
-    [(PER_ROW, "deepfast"), (STACK, "deepfast"), (ATTENTION_PER_ROW, ATTENTION)],
-)
-def test_the_forms_of_a_step_compute_the_same(form, ours):
-    case = StepCase(bench.TOY, 3, (form, ours))
-    for model in case.models.values():
-        model.double()
-    case.x, case.target = case.x.double(), case.target.double()
-    (loss, gradients), (wanted, exact) = case.step(form), case.step(ours)
-    torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(gradients, exact, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", CONNECTIONS)
-def test_the_forms_of_a_connection_compute_the_same(name):
-    """Nine layers: more than a block of rows. Also without autograd."""
-    case = MixingCase(bench.TOY, 9, Row(variant="copy"))
-    module = case.modules[name].double()
-    case.y, case.grad = case.y.detach().double().requires_grad_(), case.grad.double()
-    found = {}
-    for form in CONNECTIONS[name]:
-        x = case.mixed(name, form)
-        found[form] = [x, case.y.grad, *(p.grad for p in module.parameters())]
-        case.y.grad = None
-        module.zero_grad()
-        with torch.no_grad():
-            torch.testing.assert_close(case.mixed(name, form), x)
-    for form in found:
-        torch.testing.assert_close(found[form], found["deepfast"])
-
-
-@pytest.mark.slow
-def test_a_compiled_connection_computes_the_same():
-    case = MixingCase(bench.TOY, 4, Row(variant="copy"))
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            found = [case.mixed("DLCL", form) for form in (COMPILED, "deepfast")]
-        torch.testing.assert_close(*found)
-
-
-def test_a_step_of_a_policy_leaves_no_gradients():
-    """Of deepfast's encoder and of plain ones."""
-    case = PolicyCase(bench.TOY, 2)
-    models = [case.encoder, *map(case.plain, PLAIN_FORMS)]
-    for form in (*POLICIES, *PLAIN_FORMS):
-        case.run(Row(variant=form))
-        assert all(p.grad is None for model in models for p in model.parameters())
-    assert tuple(case.encoder.policies) == (POLICIES[-1],) * 2
-    assert case.x.grad is None
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def number(values, variant="a", command="depth"):
@@ -88,7 +25,7 @@ def test_a_section_takes_the_place_of_its_own_rows(tmp_path, monkeypatch, thread
     monkeypatch.setattr(bench, "keep_memory", lambda: None)
     monkeypatch.setitem(bench.SECTIONS, "depth", lambda _: [number([5.0, 7.0, 6.0], "a")])
     with threads(1):
-        bench.measure(["depth"], bench.TOY, path)
+        bench.write_sections(["depth"], bench.TOY, path)
     rows = {row.variant: row for row in read(path).values()}
     assert rows.keys() == {"a", "c"}
     assert (rows["a"].value, rows["a"].low, rows["a"].high, rows["a"].depth) == (6, 5, 7, 6)
@@ -141,7 +78,7 @@ def test_the_runs_of_a_sweep(tmp_path):
     curve = rows[0]["curve"].split()
     assert len(curve) <= learned.POINTS
     assert curve[-1] == "21:6.9"
-    table = page.learned_table(rows, "multi30k-depth")
+    table = page.learned_table(SimpleNamespace(runs=rows), "multi30k-depth")
     assert "| pre-norm, 30 layers | 3.500 ± 0.707 |  | 30.0 ± 0.0 |  | 2 |" in table
     assert page.less(rows, [rows[0] | {"seed": s, "nll": 2.0} for s in (1, 2)], "nll", 1) == (
         "+1.5 ± 6.4"
@@ -156,8 +93,7 @@ def test_every_section_at_toy_sizes(python):
     rows = read(path_of(folder)).values()
     assert {row.command for row in rows} == {f"python -m bench {name}" for name in bench.SECTIONS}
     assert all(row.value > 0 and row.low <= row.value <= row.high and row.sizes for row in rows)
-    # Of each figure one for light pages and one for dark ones.
-    assert len(list(folder.glob("*.svg"))) == 10
+    assert len(list(folder.glob("*.svg"))) == 5
     for name in page.BLOCKS:
         blocks = (folder / Path(name).name).read_text().split(page.BEGIN)[1:]
         assert all(re.search(r"\d\.\d", block.partition(page.END)[0]) for block in blocks)

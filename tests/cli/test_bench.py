@@ -29,7 +29,9 @@ def test_the_table_has_every_op(capsys):
         assert len(lines) == len(PASSES)
         for ours, backend, plain, ratio, copy in lines:
             assert backend in {"cpu", "sdpa", "cpu+sdpa", "reference"}
-            assert min(map(float, (ours, plain, ratio.rstrip("*")))) > 0
+            assert min(map(float, (ours, plain))) > 0
+            # Where something else ran in between, it rounds to 0.
+            assert float(ratio.rstrip("*")) >= 0
             assert bool(copy) != (op in MATRIX_PRODUCTS)
         assert f"\n  {op}: " in forms
 

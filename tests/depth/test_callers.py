@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from deepfast.depth.schedule import block_cost, default_block, depth_pattern
+from deepfast.depth.schedule import block_cost, default_block
 from deepfast.measure.traffic import engine_moved
-from deepfast.nn import DLCL, DepthHistory
+from deepfast.nn import DLCL, AttentionResiduals, DepthHistory
 from tests.depth.stack import CONNECTIONS, DIM, EACH, Stack, history, results
 
 
@@ -81,13 +81,25 @@ def test_a_state_outside_the_pattern_is_not_read(backend, options, block):
 
 
 def test_rows_per_block(monkeypatch):
-    """Near the square root; on a GPU the number that moves the fewest states. The count of what a
-    step moves is that of the launches, but for what no block changes."""
+    """Near the square root; on a GPU the number that moves the fewest states. The cost is what the
+    launches of a step move, but for what no block changes."""
     assert [default_block(rows) for rows in (1, 2, 8, 16, 31, 61, 101)] == [1, 2, 8, 4, 4, 8, 8]
     assert [default_block(n, "cuda") for n in (8, 13, 25, 49, 97)] == [8, 7, 5, 7, 7]
     monkeypatch.setattr(f"{block_cost.__module__}.FAR_PASS", 0)
-    for rows in (9, 25, 60):
-        pattern = depth_pattern(rows, None, 1, 1)
-        for block in range(2, 18):
-            moved = engine_moved(pattern, block=block) - 7 * rows
-            assert moved == block_cost(rows, block, 64), (rows, block)
+    for rows, blocks in ((9, (2, 3, 8, 9)), (25, (5, 13)), (60, (7,))):
+        for block in blocks:
+            for module in (DLCL(rows - 1, 4), AttentionResiduals(rows - 1, 4)):
+                moved = engine_moved(module, block) - 7 * rows
+                assert moved == block_cost(rows, block, 64), (rows, block)
+
+
+def test_what_three_rows_in_one_block_move():
+    """Counted by hand, per row: in forward the output of a layer, its slot, the other states, and
+    the input of the next layer; in backward the other states, the gradients of later rows, the
+    state, the gradient of the input, its slot, and the gradient of the output."""
+    assert engine_moved(DLCL(2, 4)) == (3 + 4 + 5) + (6 + 6 + 6)
+    # The last state continues the one before: the last row reads that one in its place, and
+    # backward passes on a gradient, which is written and read.
+    blocks = AttentionResiduals(2, 4, block=2)
+    assert blocks.pattern == ((0,), (0, 1), (0, 2))
+    assert engine_moved(blocks) == (3 + 4 + 5) + (6 + 6 + 6)
