@@ -136,7 +136,7 @@ def test_autocast(meter, kind, same_blocks):
 
 def states_a_layer(recompute=None, checkpointed=False):
     """The peak of a step of torch's encoder, in states of a layer. The gradients exist before."""
-    layers, x = 36, torch.randn(4, 16, 64)
+    layers, x = 36, torch.randn(8, 32, 64)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     for layer in model.layers if checkpointed else ():
