@@ -69,8 +69,9 @@ cuda-check: setup
 # The Triton of .venv and that of the oldest torch that is served.
 front-end: setup
 	test -d $(VENV)/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0
-	$(BIN)/python -m tests.kernels.front_end
-	PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python -m tests.kernels.front_end
+	$(BIN)/python -m tests.kernels.front_end & first=$$!; \
+	  PYTHONPATH=$(VENV)/triton-3.6.0 $(BIN)/python -m tests.kernels.front_end; \
+	  status=$$?; wait $$first && exit $$status
 
 report: setup
 	$(BIN)/deepfast report --output report
