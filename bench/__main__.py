@@ -142,7 +142,8 @@ def write_sections(names: Iterable[str], settings: Settings, path: Path) -> None
         torch.manual_seed(1)
         rows = []
         for row in SECTIONS[name](settings):
-            print(f"{row.value:>10g} {row.unit}: {', '.join(map(str, row.key[1:4]))}", flush=True)
+            what = ", ".join(str(part) for part in row.key[1:4] if part)
+            print(f"{row.value:>10g} {row.unit}: {what}", flush=True)
             rows.append(row)
         # Rows that no section writes go.
         others = [COMMAND + other for other in SECTIONS if other != name]

@@ -54,8 +54,10 @@ class Result:
         return self.command, self.case, self.variant, self.depth, self.unit
 
     def differs(self, other: "Result") -> bool:
-        """Whether two numbers differ by more than the noise of their rounds."""
-        return self.low > other.high or other.low > self.high
+        """Whether two numbers differ as they are shown, and by more than the noise of their
+        rounds."""
+        apart = self.low > other.high or other.low > self.high
+        return apart and str(self) != str(other)
 
     def __str__(self) -> str:
         return f"{self.value:.2f}" if self.value < 10 else f"{self.value:.3g}"

@@ -11,7 +11,6 @@ from deepfast.measure.settings import Settings
 from deepfast.measure.stacks import policies, steps
 from deepfast.measure.training import Training
 from deepfast.measure.turns import measure
-from deepfast.mt.training.errors import RecipeError, TrainingError
 
 FORMAT, VERSION = "deepfast report", 4
 
@@ -37,12 +36,13 @@ def make_report(settings: Settings, command: str) -> dict:
     machine, began, interrupted = environment(), time.perf_counter(), False
     try:
         measure([turns for found in chapters.values() for turns in found])
-        measure([training] * settings.training)
+        try:
+            measure([training] * settings.training)
+        except (RuntimeError, ValueError, ImportError) as error:
+            print(f"deepfast report: training failed: {error}", file=sys.stderr)
+            training.chapter["status"] = f"failed: {error}"
     except KeyboardInterrupt:
         interrupted = True
-    except (RecipeError, TrainingError, ImportError) as error:
-        print(f"deepfast report: training failed: {error}", file=sys.stderr)
-        training.chapter["status"] = f"failed: {error}"
     report: dict = {
         "format": FORMAT,
         "version": VERSION,

@@ -211,3 +211,20 @@ def test_a_folder_that_another_run_uses(run, tmp_path):
     with only_run(folder), pytest.raises(TrainingError, match=told):
         run({"output": str(folder)})
     assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_a_run_says_what_was_read_and_dropped(make_recipe, corpus, tmp_path, capsys):
+    for side, empty, word in (("en", "\u200b", "red"), ("de", "x", "rot")):
+        text = (corpus / f"train.{side}").read_text("utf-8")
+        (tmp_path / f"train.{side}").write_text(f"{empty}\n{text}{f'{word} ' * 50}\n")
+        (tmp_path / f"dev.{side}").write_text(f"{word} Q\n")
+    files = {f"data.{part}_{name}": str(tmp_path / f"{part}.{side}") for part in ("train", "dev")
+             for name, side in (("source", "en"), ("target", "de"))}  # fmt: skip
+    train(make_recipe(files | {"train.max_steps": 2}))
+    out = capsys.readouterr().out
+    assert "train 241 pairs" in out
+    assert "2 pairs dropped: 1 empty, 1 too long; sentences of at most 40 tokens, " in out
+    dev = next(line for line in out.splitlines() if line.startswith("dev "))
+    assert "1 pairs" in dev
+    assert "0.00% unknown" not in dev
+    assert "\nencoder layer           step 1        step 2\n1     " in out
