@@ -89,6 +89,10 @@ def test_rows_and_weights_of_ignored_targets_do_not_matter(backend, reduction):
     assert equal(found[0], found[1])
     # A row that is NaN shows in the product that is the weight's gradient.
     assert equal(found[0][:2], found[2][:2])
+    # Without smoothing the nll is the loss, with its weights and reduction.
+    hidden.data[2], options["token_weight"] = 1.0, torch.linspace(0, 2, 6)
+    loss, nll = linear_cross_entropy(hidden, weight, target, return_nll=True, **options)
+    torch.testing.assert_close(nll, loss.detach())
 
 
 def test_strided_operands(backend):
