@@ -58,6 +58,7 @@ def test_the_second_run_learns_on_the_best_of_the_first(make_recipe, tmp_path, c
     # The header counts the parameters that the run trains, and all parameters.
     learns = sum(states[0][name].numel() for name in tops)
     assert f", {result.parameters:,} parameters, {learns:,} of them trainable, cpu" in said
+    assert said.count("trainable") == 1
     losses = [row["loss"] for row in rows(result.output, "train")]
     assert losses[-1] < losses[0] - 0.2
     # The second run has its own counter, schedule and optimizer.
