@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from deepfast.attach.passes import Pass, Settings, version
 from deepfast.attach.sublayers import OP
+from deepfast.ops.common import has_data
 
 
 class _Through(torch.autograd.Function):
@@ -38,8 +38,8 @@ def _shaped(x: Tensor, shape: torch.Size) -> Tensor:
 
 def _layout(x: Tensor) -> tuple:
     """Equal for two tensors with the same elements in memory."""
-    fake = type(x) is FakeTensor
-    place = (x.untyped_storage()._cdata, x.storage_offset()) if fake else x.data_ptr()
+    # Without data it has no address.
+    place = x.data_ptr() if has_data(x) else (x.untyped_storage()._cdata, x.storage_offset())
     return x.shape, x.stride(), x.dtype, place
 
 
@@ -149,7 +149,7 @@ class LayerRun:
                 "mode (train or eval)"
             )
         capturing = total.is_cuda and torch.cuda.is_current_stream_capturing()
-        if total.is_meta or type(total) is FakeTensor or capturing or not total.numel():
+        if not has_data(total) or capturing or not total.numel():
             return
         dtype = torch.promote_types(total.dtype, torch.float32)
         b, a, t = (_shaped(x.detach(), shape).to(dtype) for x in (before, added, total))

@@ -72,10 +72,15 @@ def promoted(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 _NO_LAUNCHES = SimpleNamespace(**dict.fromkeys(LAUNCHES, lambda **operands: None))
 
 
+def has_data(x: Tensor) -> bool:
+    """Whether x has elements in memory: a meta tensor and a fake one have none."""
+    return not (x.is_meta or type(x) is FakeTensor)
+
+
 def launches(op: str, backend: str | None, x: Tensor, width: int | None) -> Any:
     """The launches of ``op`` by the backend that serves tensors like ``x``, see
     `deepfast.backend.choose`. Fake tensors have no data, and launches on them do nothing."""
-    if x.is_meta or type(x) is FakeTensor:
+    if not has_data(x):
         return _NO_LAUNCHES
     return backends.choose(op, backend, x.device, x.dtype, width)[1]
 
